@@ -1,0 +1,109 @@
+"""The contract of a lookup kernel: pooled lookup and fused update of rows that sit in slots.
+
+A kernel owns the memory of the slots of its tables and the arithmetic on them; it knows nothing of ids, stores or
+ranks. Which class serves a table depends on (device, optimizer, dim, dtype, weighted) alone, never on sizes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrec.kernels.optimizer import OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTable:
+    """One table of a kernel."""
+
+    name: str
+    dim: int
+    """D."""
+    num_slots: int
+    """C."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """What a kernel is built from."""
+
+    tables: tuple[KernelTable, ...]
+    feature_table: tuple[int, ...]
+    """[F]: index into ``tables`` for every feature, in the order in which features are fed."""
+    optimizer: OptimizerSpec
+    is_weighted: bool
+    device: torch.device
+
+    @property
+    def total_dim(self) -> int:
+        """Columns of the pooled output: the sum of D over features."""
+        return sum(self.tables[t].dim for t in self.feature_table)
+
+
+class SlotArrays(NamedTuple):
+    """Where one table's slots are. Writes through these tensors do not bump autograd's version counters."""
+
+    weights: Tensor
+    """float32 [C, D]"""
+    row_states: tuple[Tensor, ...]
+    """M x float32 [C, D]"""
+    row_wise_states: tuple[Tensor, ...]
+    """A x float32 [C]"""
+
+
+class LookupKernel(abc.ABC):
+    """Pooled (sum or weighted sum) lookup with an update fused into the backward."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+
+    @abc.abstractmethod
+    def slot_arrays(self, table: int) -> SlotArrays:
+        """The memory of one table's slots; valid until ``resize``."""
+
+    @abc.abstractmethod
+    def forward(self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, object]:
+        """Sum the rows of every bag.
+
+        Args:
+            slots_N: int64 [N] on the kernel's device, feature after feature.
+            offsets: int64 [F * B + 1] on the kernel's device.
+            weights_N: float32 [N] if ``is_weighted``, else None.
+
+        Returns:
+            float32 [B, total_dim] without an autograd graph, and what ``backward`` needs. Not averaged: the caller
+            divides for MEAN, after the partial sums of all ranks are added.
+        """
+
+    @abc.abstractmethod
+    def backward(self, saved: object, grad: Tensor, *, step: int) -> None:
+        """Update every row of the batch once, with the sum of the gradients of its occurrences.
+
+        Occurrences are added in the order (feature, bag, position in the bag).
+
+        Args:
+            saved: of the ``forward`` that this belongs to.
+            grad: float32 [B, total_dim], contiguous or not.
+            step: 1 for the collection's first committed batch (Adam's bias correction).
+        """
+
+    @property
+    @abc.abstractmethod
+    def learning_rate(self) -> float: ...
+
+    @learning_rate.setter
+    @abc.abstractmethod
+    def learning_rate(self, value: float) -> None: ...
+
+    @abc.abstractmethod
+    def resize(self, num_slots: Sequence[int]) -> None:
+        """Grow the slots of each table (never shrink); contents and learning rate stay. No forward may be pending."""
+
+    @abc.abstractmethod
+    def reader(self, num_slots: Sequence[int]) -> LookupKernel:
+        """A kernel for lookups only, with the same forward arithmetic and its own slots (no optimizer state)."""

@@ -1,0 +1,199 @@
+"""What the C++ core and the numpy reference both provide: the contract between ``native`` and the layers above.
+
+One ``ShardGroup`` holds, on one rank, the shards of all tables of one collection: for each table an id map
+(key -> row number, score), a slot index (row number <-> slot, pins, least recent use) and a chunked row store.
+The caller is one ``BatchTransaction`` a batch. Words and letters as in ``hybridrec.types`` and docs/design/transaction.md.
+
+Memory: all arrays are host memory, C-contiguous, owned by the caller, not kept after the call returns, except those
+given to ``bind_slots``. The C++ core takes them as addresses, the reference as numpy arrays; the facade in
+``hybridrec.native`` takes torch tensors, checks dtype, device and contiguity, and calls either.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class InitKind(enum.IntEnum):
+    """How the initial row of an id is made; a pure function of (table_seed, key, column)."""
+
+    UNIFORM = 0  # a = low, b = high
+    NORMAL = 1  # a = mean, b = standard deviation
+    CONSTANT = 2  # a = value
+    BANK = 3  # bank[mix64(key + table_seed) % len(bank)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """One table's shard on this rank."""
+
+    name: str
+    dim: int
+    """D, floats."""
+    num_row_states: int
+    """M: row-sized optimizer states, D floats each, stored behind the weights in the row's record."""
+    num_row_wise_states: int
+    """A: row-wise optimizer states, one float each, stored in a parallel array."""
+    state_initial_values: tuple[float, ...]
+    """M + A floats: row-sized states first."""
+    num_slots: int
+    """C."""
+    planned_rows: int
+    """Rows expected on this rank. Rows beyond are counted as ``grown``; no limit, no memory taken up front."""
+    max_rows: int = 0
+    """Quota of rows on this rank; 0 = none."""
+    full_policy: str = "grow"
+    """``"grow"``, ``"evict"`` or ``"error"``: what happens at the quota."""
+    table_seed: int = 0
+    """uint64, ``table_seed(seed, name)``."""
+    init_kind: InitKind = InitKind.UNIFORM
+    init_a: float = -0.01
+    init_b: float = 0.01
+    bank: np.ndarray | None = field(default=None, repr=False)
+    """float32 [n, D] for ``InitKind.BANK``; kept by the group."""
+
+
+class PlanStatus(enum.IntEnum):
+    OK = 0
+    NO_SLOTS = 1  # needed: slots that the batch needs; available: C; pinned: slots pinned by other batches
+    QUOTA = 2  # full_policy "error", or "evict" with too few evictable rows; needed: rows, available: quota
+    HOST_BUDGET = 3  # needed, available: bytes
+    TOO_MANY_ROWS = 4  # uint32 row numbers are used up
+
+
+class Plan(NamedTuple):
+    """What MAP decided for one batch. Unless ``status`` is OK nothing changed and no ordinal was used."""
+
+    status: int
+    table: int  # of a refusal; -1 if OK
+    needed: int
+    available: int
+    pinned: int
+    ordinal: int  # of this batch: 1, 2, 3 .. without gaps over the plans that succeeded
+    num_unique: int  # U, over all tables
+    num_loads: int  # rows that come from the store into slots
+    num_inits: int  # new rows, computed into slots
+    num_victims: int  # rows that leave their slots
+    num_write_backs: int  # dirty ones among them
+
+
+class Counters(NamedTuple):
+    """One table's counters since construction. The first five count committed batches only."""
+
+    accesses: int  # N
+    access_hits: int  # of them, ids whose row was in a slot when the batch was planned
+    uniques: int
+    unique_hits: int
+    inserted: int  # new rows
+    loads: int  # rows moved store -> slot
+    victims: int  # rows that left their slots
+    write_backs: int  # dirty ones among them, moved slot -> store
+    load_bytes: int
+    write_back_bytes: int
+    rows: int  # R now, rows of batches in flight included
+    resident: int  # rows that are in a slot now
+    grown: int  # committed rows inserted beyond planned_rows
+    evicted: int  # committed rows dropped from the table by full_policy "evict"
+    rejected: int  # batches refused because of this table
+    pins: int  # sum of pins now
+    host_bytes: int  # id map, row numbers, slot index and row chunks: what is allocated now
+
+
+class ShardGroup(Protocol):
+    """The shards of one collection on one rank.
+
+    Thread safety: every call takes the group's lock; the C++ core releases the GIL meanwhile. Results never depend on
+    ``num_threads``.
+    """
+
+    def __init__(self, specs: Sequence[ShardSpec], *, host_budget_bytes: int = 0, num_threads: int = 1) -> None:
+        """``host_budget_bytes`` 0 = no limit."""
+
+    def bind_slots(self, table: int, weights: object, row_states: Sequence[object], row_wise_states: Sequence[object]) -> None:
+        """Tell where the slots of a table are in host memory: weights [C, D], M x [C, D], A x [C], float32.
+
+        The arrays must outlive the group or the next bind. Only needed for ``swap``, ``flush`` and ``read_rows``.
+        """
+
+    def resize_slots(self, table: int, num_slots: int) -> None:
+        """Grow C. Resident rows keep their slots. Legal only while the table has no pins; raises otherwise."""
+
+    def plan(self, keys: object, feature_offsets: object, feature_table: object, slots: object) -> Plan:
+        """MAP: find or insert every key, pin its slot, choose victims.
+
+        Args:
+            keys: int64 [N], ``mix64`` of the ids, feature after feature.
+            feature_offsets: int64 [F + 1], positions of the features in ``keys``; features of one table need not be adjacent.
+            feature_table: int64 [F].
+            slots: int64 [N], written: the slot of every key.
+
+        Order of decisions, for each table: features in order, keys in order. A key new to the map gets the lowest
+        free row number (freed ones first, last freed first), score = ordinal; a known key's old score is kept in the
+        journal and its score becomes ordinal. At the quota: "error" refuses; "evict" drops the rows with the lowest
+        (score, key as uint64) among those with score < ordinal - 12, one for each missing row, or refuses. Then, in
+        order of first occurrence, unique rows without a slot get one: free slots first (lowest first at the start, then last freed first), then victims:
+        unpinned slots in order of (ordinal of last use, order of use within that batch). Every unique row's slot is pinned once.
+        """
+
+    def swap(self, ordinal: int) -> None:
+        """SWAP on a device tier that is host memory: dirty victims slot -> store, then loads and new rows -> slots."""
+
+    def swap_counts(self, ordinal: int, counts: object) -> None:
+        """int64 [T, 2], written: per table L (loads + inits) and V (dirty victims)."""
+
+    def swap_slots(self, ordinal: int, load_slots: object, victim_slots: object) -> None:
+        """int64 [sum L], int64 [sum V], written: the slots, table after table."""
+
+    def scatter_victims(self, ordinal: int, staging: object) -> None:
+        """Staging -> store. float32, table after table, V records of D * (1 + M) + A floats."""
+
+    def gather_loads(self, ordinal: int, staging: object) -> None:
+        """Store or initial rows -> staging. float32, table after table, L records of D * (1 + M) + A floats."""
+
+    def commit(self, ordinal: int) -> None:
+        """The rows were updated: slots become dirty, pins are released. Journals become final in batch order."""
+
+    def undo(self, ordinal: int) -> None:
+        """Drop the batch: inserted rows go, scores and evicted rows come back, pins are released.
+
+        What a later batch in flight also uses (an inserted row, a score) passes to the journal of the first such batch.
+        Legal only after ``swap`` of that batch, or for a batch whose swap never began (then loads are dropped too).
+        """
+
+    def read_plan(self, keys: object, feature_offsets: object, feature_table: object, index: object, unique_counts: object) -> int:
+        """Read-only MAP: number the unique keys of each table in order of first occurrence; returns a handle.
+
+        ``index`` int64 [N], written: 0 .. U_t - 1 within its table. ``unique_counts`` int64 [T], written. Changes nothing.
+        """
+
+    def read_rows(self, handle: int, buffers: Sequence[object], host_only: bool) -> None:
+        """Weights of the unique keys of a read plan: table t into ``buffers[t]`` float32 [>= U_t, D].
+
+        From the slot (needs ``bind_slots``), the store, or the initial row for an unknown key. ``host_only``: rows that
+        are in slots are left out. Ends the handle unless ``host_only``.
+        """
+
+    def read_resident(self, handle: int, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """(positions in the buffer, slots), int64, of the unique keys of one table that are in slots."""
+
+    def end_read(self, handle: int) -> None: ...
+
+    def flush(self) -> None:
+        """Write every dirty resident row back to the store (host-memory device tier); slots stay, now clean."""
+
+    def entries(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(keys int64, row numbers uint32, scores uint32, slots int64 or -1, pins uint32), all [R], by row number."""
+
+    def read_records(self, table: int, rows: np.ndarray) -> np.ndarray:
+        """float32 [n, D * (1 + M) + A] from the store, for rows that are not dirty in a slot; for tests and export."""
+
+    def counters(self, table: int) -> Counters: ...
+
+
+# Free functions of both: mix64(ids, out), unmix64(keys, out) on int64 arrays; initial_rows(spec, keys, out);
+# table_seed(seed, name) -> int.
