@@ -17,6 +17,9 @@ from hybridrec.errors import BackendError, ConfigError
 
 ENTRY_POINT_GROUP = "hybridrec.device_backends"
 
+HOST = torch.device("cpu")
+"""Host memory, in torch's words: where ids, stores and staging live, whatever the device."""
+
 
 @runtime_checkable
 class DeviceBackend(Protocol):

@@ -1,0 +1,1 @@
+"""Everything that knows TorchRec's distributed side."""

@@ -1,0 +1,328 @@
+"""MAP, SWAP and COMPUTE of one collection on one rank: from the keys that it owns to partial pools.
+
+Owns the shard group, the kernels and the transaction log. Knows nothing of other ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hybridrec.backend import HOST, DeviceBackend
+from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSwapper, TransactionLog
+from hybridrec.distributed.placement import Placement, ShardPlacement
+from hybridrec.distributed.refusal import refusal_error
+from hybridrec.errors import HybridRecError
+from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel, SlotArrays
+from hybridrec.kernels.factory import make_kernel
+from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.metrics import TableStats
+from hybridrec.native import ShardGroup
+from hybridrec.native.protocol import PlanStatus, ShardSpec
+from hybridrec.store.row_state_layout import RowStateLayout
+
+logger = logging.getLogger("hybridrec")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardTable:
+    """One table as its owner rank builds it."""
+
+    name: str
+    spec: ShardSpec
+    placed: ShardPlacement
+    layout: RowStateLayout
+    optimizer: OptimizerSpec
+    num_features: int
+    """Features that look it up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedBatch:
+    """A batch after MAP. Training batches have a transaction; a batch that only reads has none."""
+
+    transaction: BatchTransaction | None
+    keys: KeyedJaggedTensor
+    feature_offsets: Tensor
+    """int64 [F + 1], host memory: where each feature starts among the ids."""
+
+
+class PooledLookup(nn.Module):
+    """Partial pools of the rows that this rank owns, and their update in the backward.
+
+    Tables are ordered kernel after kernel; features are fed in the order of their tables.
+    """
+
+    def __init__(
+        self,
+        kernels: Sequence[Sequence[ShardTable]],
+        *,
+        is_weighted: bool,
+        device: torch.device,
+        backend: DeviceBackend,
+        rank: int,
+        world_size: int,
+        host_budget_bytes: int,
+    ) -> None:
+        """
+        Args:
+            kernels: The tables of every kernel.
+            is_weighted: Whether ids carry weights.
+            device: Where the slots are.
+            backend: Of that device.
+            rank: This rank, for messages and statistics.
+            world_size: W.
+            host_budget_bytes: Most host memory for shards; 0 = no limit.
+        """
+        super().__init__()
+        self._tables = [table for tables in kernels for table in tables]
+        self._device, self._backend = device, backend
+        self._rank, self._world_size = rank, world_size
+        self._is_weighted = is_weighted
+        self._kernels = [self._make_kernel(tables) for tables in kernels]
+        self._readers: list[LookupKernel] = []
+        # (kernel, table within the kernel) of every table, and the first feature of every kernel
+        self._place_of_table = [(k, t) for k, tables in enumerate(kernels) for t in range(len(tables))]
+        counts = [sum(table.num_features for table in tables) for tables in kernels]
+        self._first_feature = list(itertools.accumulate(counts, initial=0))
+        self._kernel_dims = [kernel.spec.total_dim for kernel in self._kernels]
+        owners = [t for t, table in enumerate(self._tables) for _ in range(table.num_features)]
+        self._feature_table = torch.tensor(owners, dtype=torch.int64)
+        self._group = ShardGroup([table.spec for table in self._tables], host_budget_bytes=host_budget_bytes)
+        if backend.is_host_memory:
+            for t in range(len(self._tables)):
+                self._group.bind_slots(t, *self._slot_arrays(t))
+            swapper: HostMemorySwapper | StagedSwapper = HostMemorySwapper(self._group)
+        else:
+            widths = [table.layout.record_floats for table in self._tables]
+            swapper = StagedSwapper(self._group, self._slot_arrays, widths, backend, device)
+        self.log = TransactionLog(self._group, swapper)
+        # Tables that were planned to fit their slots and have not been seen to exceed them.
+        self._fits_so_far = [t for t, s in enumerate(self._tables) if s.placed.placement is Placement.DEVICE]
+        # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._params = [nn.Parameter(self._slot_arrays(t).weights) for t in range(len(self._tables))]
+
+    @property
+    def kernels(self) -> list[LookupKernel]:
+        return self._kernels
+
+    @property
+    def table_names(self) -> list[str]:
+        """[T], in the order of the kernels."""
+        return [table.name for table in self._tables]
+
+    @property
+    def slot_parameters(self) -> list[nn.Parameter]:
+        """[T] x float32 [C, D]: views of the slots, for those who list a model's parameters."""
+        return self._params
+
+    def kernel_tables(self, kernel: int) -> list[int]:
+        """Indices of the tables of one kernel."""
+        return [t for t, (k, _) in enumerate(self._place_of_table) if k == kernel]
+
+    def map(self, keys: KeyedJaggedTensor, *, is_training: bool) -> MappedBatch | HybridRecError:
+        """MAP: give every id of a training batch a slot, or say why that is not possible.
+
+        Args:
+            keys: Keys that this rank owns, F features, host memory.
+            is_training: False: nothing is decided or changed; the batch will be read.
+
+        Returns:
+            The mapped batch, or the refusal as an error that nobody raised yet; nothing changed then.
+        """
+        feature_offsets = _feature_offsets(keys)
+        if not is_training:
+            return MappedBatch(transaction=None, keys=keys, feature_offsets=feature_offsets)
+        slots_N = torch.empty_like(keys.values())
+        while True:
+            planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
+            if isinstance(planned, BatchTransaction):
+                return MappedBatch(transaction=planned, keys=keys, feature_offsets=feature_offsets)
+            table = self._tables[planned.table] if planned.table >= 0 else None
+            if (
+                planned.status == PlanStatus.NO_SLOTS
+                and table is not None
+                and table.placed.placement is Placement.HOST
+                and planned.pinned == 0
+            ):
+                self._grow_slots(planned.table, planned.needed)
+                continue
+            return refusal_error(
+                planned, table, rank=self._rank, world_size=self._world_size, slots=self._num_slots(planned.table)
+            )
+
+    def forward(self, batch: MappedBatch) -> Tensor:
+        """COMPUTE: float32 [bags of all ranks, columns of all kernels], on the device."""
+        if batch.transaction is None:
+            return self._read(batch)
+        return _PooledLookup.apply(self._anchor, self, batch)
+
+    def stats(self) -> tuple[TableStats, ...]:
+        """One value a table, this rank's."""
+        self.log.settle()
+        return tuple(
+            TableStats(table=table.name, rank=self._rank, slots=self._num_slots(t), **self._group.counters(t)._asdict())
+            for t, table in enumerate(self._tables)
+        )
+
+    # ---- compute -------------------------------------------------------------------------------------------------
+
+    def compute(self, batch: MappedBatch) -> tuple[Tensor, list[object]]:
+        """Run the kernels on a batch whose rows are in their slots; what `update` needs comes along."""
+        assert batch.transaction is not None
+        pooled, saved = [], []
+        for k, kernel in enumerate(self._kernels):
+            part, kept = kernel.forward(*self._kernel_input(k, batch, batch.transaction.slots_N))
+            pooled.append(part)
+            saved.append(kept)
+        return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0], saved
+
+    def update(self, batch: MappedBatch, saved: list[object], grad: Tensor) -> None:
+        """Step every row of a batch once, then commit."""
+        assert batch.transaction is not None
+        step = self.log.committed + 1
+        for kernel, kept, part in zip(self._kernels, saved, grad.split(self._kernel_dims, 1), strict=True):
+            kernel.backward(kept, part, step=step)
+        batch.transaction.commit()
+        if batch.transaction.plan.num_write_backs and self._fits_so_far:
+            self._warn_beyond_plan()
+
+    def _read(self, batch: MappedBatch) -> Tensor:
+        """Look rows up without a trace: the batch's unique rows are copied to where a reader kernel looks."""
+        self.log.settle()
+        keys_N = batch.keys.values()
+        index_N, counts = torch.empty_like(keys_N), torch.empty(len(self._tables), dtype=torch.int64)
+        handle = self._group.read_plan(keys_N, batch.feature_offsets, self._feature_table, index_N, counts)
+        try:
+            readers = self._readers_for(counts.tolist())
+            buffers = [readers[k].slot_arrays(t).weights for k, t in self._place_of_table]
+            if self._backend.is_host_memory:
+                self._group.read_rows(handle, buffers, host_only=False)
+            else:
+                self._read_to_device(handle, buffers, counts.tolist())
+        finally:
+            self._group.end_read(handle)
+        pooled = [
+            reader.forward(*self._kernel_input(k, batch, index_N))[0] for k, reader in enumerate(readers)
+        ]
+        return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0]
+
+    def _read_to_device(self, handle: int, buffers: Sequence[Tensor], counts: Sequence[int]) -> None:
+        host = [torch.empty((n, b.shape[1])) for n, b in zip(counts, buffers, strict=True)]
+        self._group.read_rows(handle, host, host_only=True)
+        for t, (rows, buffer) in enumerate(zip(host, buffers, strict=True)):
+            buffer[: rows.shape[0]].copy_(rows)
+            positions, slots = self._group.read_resident(handle, t)
+            resident = self._slot_arrays(t).weights.index_select(0, slots.to(self._device))
+            buffer.index_copy_(0, positions.to(self._device), resident)
+
+    def _kernel_input(self, kernel: int, batch: MappedBatch, index_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The part of a batch that one kernel looks up: indices, bag offsets, weights, on the device."""
+        offsets, weights = batch.keys.offsets(), batch.keys.weights_or_none()
+        if len(self._kernels) > 1:
+            bags = batch.keys.stride()
+            first, last = self._first_feature[kernel], self._first_feature[kernel + 1]
+            start, end = batch.feature_offsets[first].item(), batch.feature_offsets[last].item()
+            offsets = offsets[first * bags : last * bags + 1] - start
+            index_N = index_N[start:end]
+            weights = weights[start:end] if weights is not None else None
+        to_device = {"device": self._device, "non_blocking": True}
+        return index_N.to(**to_device), offsets.to(**to_device), None if weights is None else weights.to(**to_device)
+
+    # ---- slots and kernels ---------------------------------------------------------------------------------------
+
+    def _make_kernel(self, tables: Sequence[ShardTable]) -> LookupKernel:
+        owners = tuple(t for t, table in enumerate(tables) for _ in range(table.num_features))
+        return make_kernel(
+            KernelSpec(
+                tables=tuple(
+                    KernelTable(name=t.name, dim=t.layout.dim, num_slots=t.placed.num_slots) for t in tables
+                ),
+                feature_table=owners,
+                optimizer=tables[0].optimizer,
+                is_weighted=self._is_weighted,
+                device=self._device,
+            )
+        )
+
+    def _slot_arrays(self, table: int) -> SlotArrays:
+        kernel, index = self._place_of_table[table]
+        return self._kernels[kernel].slot_arrays(index)
+
+    def _num_slots(self, table: int) -> int:
+        return self._slot_arrays(table).weights.shape[0] if table >= 0 else 0
+
+    def _grow_slots(self, table: int, needed: int) -> None:
+        """More slots for a table that keeps only batches in flight there. No batch is in flight in it."""
+        self.log.settle()
+        kernel, index = self._place_of_table[table]
+        sizes = [t.num_slots for t in self._kernels[kernel].spec.tables]
+        sizes[index] = max(needed, sizes[index] + sizes[index] // 2)
+        logger.info("table %r: slots for batches in flight grow to %s", self._tables[table].name, f"{sizes[index]:,}")
+        self._kernels[kernel].resize(sizes)
+        self._group.resize_slots(table, sizes[index])
+        for t in self.kernel_tables(kernel):
+            arrays = self._slot_arrays(t)
+            self._params[t].data = arrays.weights
+            if self._backend.is_host_memory:
+                self._group.bind_slots(t, *arrays)
+
+    def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
+        sizes = [[counts[t] for t in self.kernel_tables(k)] for k in range(len(self._kernels))]
+        if not self._readers:
+            self._readers = [kernel.reader([max(1, n) for n in s]) for kernel, s in zip(self._kernels, sizes, strict=True)]
+        for reader, wanted in zip(self._readers, sizes, strict=True):
+            have = [t.num_slots for t in reader.spec.tables]
+            if any(n > h for n, h in zip(wanted, have, strict=True)):
+                reader.resize([max(h, n + n // 2) if n > h else h for n, h in zip(wanted, have, strict=True)])
+        return self._readers
+
+    def _warn_beyond_plan(self) -> None:
+        for t in [t for t in self._fits_so_far if self._group.counters(t).write_backs]:
+            self._fits_so_far.remove(t)
+            logger.warning(
+                "table %r (rank %d of %d): more rows live than planned_rows says (%s a rank); those beyond are in host "
+                "memory and move when they are needed. Raise planned_rows, or choose 'fused_uvm_caching'.",
+                self._tables[t].name,
+                self._rank,
+                self._world_size,
+                f"{self._tables[t].placed.planned_rows:,}",
+            )
+
+
+class _PooledLookup(torch.autograd.Function):
+    """The autograd node of one batch. It holds the lease: backward commits, being freed without one abandons."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: PooledLookup, batch: MappedBatch) -> Tensor:
+        assert batch.transaction is not None
+        batch.transaction.start()
+        ctx.lease = Lease(batch.transaction)
+        ctx.lookup, ctx.batch = lookup, batch
+        pooled, ctx.saved = lookup.compute(batch)
+        return pooled
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.batch.transaction.require_computing()
+        saved, ctx.saved = ctx.saved, None
+        ctx.lookup.update(ctx.batch, saved, grad)
+        return None, None, None
+
+
+def _feature_offsets(keys: KeyedJaggedTensor) -> Tensor:
+    """int64 [F + 1]: where each feature starts among the ids."""
+    offsets = keys.offsets()
+    if keys.stride() == 0:
+        return torch.zeros(len(keys.keys()) + 1, dtype=torch.int64)
+    return offsets[:: keys.stride()].to(dtype=torch.int64, device=HOST).contiguous()

@@ -1,0 +1,90 @@
+"""From a table and a plan's compute kernel to what one rank allocates: slots, quota, bytes."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from hybridrec.config import TableConfig, shard_quota, shard_rows
+from hybridrec.errors import ConfigError
+from hybridrec.store.row_state_layout import RowStateLayout
+
+DEFAULT_LOAD_FACTOR = 0.2
+"""Share of the planned rows that a device cache holds when neither ``device_rows`` nor ``CacheParams`` say."""
+TRANSIENT_SLOTS = 1024
+"""Slots that a ``fused_uvm`` table starts with; they grow to what the batches in flight need."""
+MAX_SLOTS = 2**32 - 2
+
+
+class Placement(str, enum.Enum):
+    """Where rows live; the values are TorchRec's names of compute kernels."""
+
+    DEVICE = "fused"
+    """All planned rows in slots; rows beyond the plan live in the store."""
+    CACHED = "fused_uvm_caching"
+    """Rows in the store, the hot ones in slots."""
+    HOST = "fused_uvm"
+    """Rows in the store; slots for the batches in flight alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlacement:
+    """One table on one rank."""
+
+    placement: Placement
+    num_slots: int
+    """C at the start. Only `Placement.HOST` tables get more, as batches need them."""
+    planned_rows: int
+    """Rows expected on this rank."""
+    max_rows: int
+    """Quota of this rank; 0 = none."""
+
+
+def place(table: TableConfig, compute_kernel: str, load_factor: float | None, world_size: int) -> ShardPlacement:
+    """Size one table's shard.
+
+    Args:
+        table: The table.
+        compute_kernel: Of the plan.
+        load_factor: `CacheParams.load_factor` of the plan, or None.
+        world_size: W.
+
+    Raises:
+        ConfigError: The compute kernel is none of ours, or the slots would not be addressable.
+    """
+    try:
+        placement = Placement(compute_kernel)
+    except ValueError:
+        allowed = ", ".join(repr(p.value) for p in Placement)
+        raise ConfigError(
+            f"table {table.name!r}: compute kernel {compute_kernel!r} of the plan does not exist for hashed tables. "
+            f"Use one of {allowed} in ParameterConstraints(compute_kernels=[...])."
+        ) from None
+    rows = shard_rows(table.planned_rows, world_size)
+    if table.max_rows is not None:
+        rows = min(rows, shard_quota(table.max_rows, world_size))
+    if placement is Placement.DEVICE:
+        num_slots = rows
+    elif placement is Placement.CACHED:
+        share = DEFAULT_LOAD_FACTOR if load_factor is None else load_factor
+        num_slots = table.device_rows or max(1, math.ceil(share * rows))
+    else:
+        num_slots = table.device_rows or min(TRANSIENT_SLOTS, rows)
+    if num_slots > MAX_SLOTS:
+        raise ConfigError(
+            f"table {table.name!r}: {num_slots:,} slots a rank ({compute_kernel!r}, planned_rows="
+            f"{table.planned_rows:,}, {world_size} ranks) are more than the {MAX_SLOTS:,} that can be numbered. Give "
+            "planned_rows, the number of rows that you expect to live; num_embeddings may stay nominal."
+        )
+    quota = 0 if table.max_rows is None else shard_quota(table.max_rows, world_size)
+    return ShardPlacement(placement=placement, num_slots=num_slots, planned_rows=rows, max_rows=quota)
+
+
+def tier_bytes(placed: ShardPlacement, layout: RowStateLayout) -> tuple[int, int]:
+    """(device bytes, host bytes) that a shard takes when its planned rows live."""
+    device = placed.num_slots * layout.slot_bytes
+    host = placed.planned_rows * layout.index_bytes
+    if placed.placement is not Placement.DEVICE:
+        host += placed.planned_rows * layout.store_bytes
+    return device, host

@@ -1,0 +1,48 @@
+"""Why a batch was refused, in words: table, rank, needed, available, remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridrec.errors import CapacityError
+from hybridrec.native.protocol import Plan, PlanStatus
+
+if TYPE_CHECKING:
+    from hybridrec.distributed.lookup import ShardTable
+
+
+def refusal_error(
+    plan: Plan, table: ShardTable | None, *, rank: int, world_size: int, slots: int
+) -> CapacityError:
+    """The error for a refused plan; the caller raises it on all ranks."""
+    where = f"rank {rank} of {world_size}" if table is None else f"table {table.name!r} (rank {rank} of {world_size})"
+    needed, available = f"{plan.needed:,}", f"{plan.available:,}"
+    if plan.status == PlanStatus.NO_SLOTS:
+        held = (
+            f", {plan.pinned:,} of them pinned by batches whose backward is still to come" if plan.pinned else ""
+        )
+        return CapacityError(
+            f"{where}: the batch needs {needed} slots of the device tier, which has {slots:,}{held}. Raise "
+            "device_rows (or planned_rows, or CacheParams(load_factor=...)) to at least the unique rows of the batches "
+            "in flight, or make the batch smaller."
+        )
+    if plan.status == PlanStatus.QUOTA:
+        assert table is not None
+        if table.spec.full_policy == "evict":
+            return CapacityError(
+                f"{where}: the batch needs {needed} rows, the quota is {available} (max_rows over {world_size} ranks), "
+                "and too few rows have been unused for 12 batches to be evicted. Raise max_rows."
+            )
+        return CapacityError(
+            f"{where}: the batch needs {needed} rows and the quota is {available} (max_rows over {world_size} ranks, "
+            "full_policy='error'). Raise max_rows, or choose full_policy='evict' or 'grow'."
+        )
+    if plan.status == PlanStatus.HOST_BUDGET:
+        return CapacityError(
+            f"{where}: the batch needs {needed} bytes of host memory and {available} are left of the budget. Raise "
+            "host_memory_bytes in get_default_hybrid_sharders(...), give max_rows with full_policy='evict', or use "
+            "more ranks."
+        )
+    return CapacityError(
+        f"{where}: the shard holds {available} rows, all that can be numbered (2**32 - 1). Use more ranks."
+    )

@@ -1,0 +1,277 @@
+"""`ShardedHashEmbeddingBagCollection`: what `DistributedModelParallel` puts in place of a hashed collection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.types import Awaitable, LazyAwaitable
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.streamable import Multistreamable
+
+from hybridrec._compat.torchrec import (
+    EmbeddingShardingContext,
+    EmptyFusedOptimizer,
+    FusedOptimizerModule,
+    KJTList,
+    KJTListSplitsAwaitable,
+    LazyGetItemMixin,
+    ShardedEmbeddingModule,
+)
+from hybridrec.config import TableConfig, embedding_names
+from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
+from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
+from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+from hybridrec.distributed.output_dist import RankOrderPooledDist
+from hybridrec.distributed.verdict import agree
+from hybridrec.errors import HybridRecError, StateError
+from hybridrec.metrics import TableStats
+from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
+from hybridrec.modules.input_check import check_features
+
+
+@dataclass
+class HashBatchContext(Multistreamable):
+    """What one batch carries from its input dist to its output dist."""
+
+    sharding_contexts: list[Any] = field(default_factory=list)
+    """One of TorchRec's; its input dist writes ``batch_size_per_rank`` there."""
+    lengths: Tensor | None = None
+    """int64 [F, B], host memory: of this rank's bags, features in the order of the lookup. Only with MEAN tables."""
+    error: Exception | None = None
+    """What this rank has against the batch; becomes every rank's error when the batch is mapped."""
+    mapped: MappedBatch | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Nothing here is device memory."""
+
+
+class ShardedHashEmbeddingBagCollection(  # type: ignore[misc]
+    ShardedEmbeddingModule[KJTList, list[Tensor], KeyedTensor, HashBatchContext], FusedOptimizerModule
+):
+    """Row-wise sharded hashed tables: ids travel over the host group, pools over the device group.
+
+    In training mode with grad enabled a forward trains (docs/design/transaction.md); else it reads and leaves no
+    trace. A batch that any rank refuses is undone on all, and all raise the same error.
+    """
+
+    def __init__(
+        self,
+        module: HashEmbeddingBagCollection,
+        tables: Sequence[TableConfig],
+        lookup: PooledLookup,
+        *,
+        device_group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            module: What is sharded.
+            tables: Its tables, resolved, in its order.
+            lookup: This rank's shards; its tables may be in another order.
+            device_group: Pools travel over it.
+            host_group: Ids and verdicts travel over it (gloo).
+            device: Where the output is.
+        """
+        super().__init__(qcomm_codecs_registry=None)
+        self._configs = module.embedding_bag_configs()
+        self._table_configs = tuple(tables)
+        self._is_weighted = module.is_weighted()
+        self._device = device
+        self._host_group = host_group
+        by_name = {table.name: table for table in tables}
+        fed = [by_name[name] for name in lookup.table_names]
+        feature_names = [feature for table in fed for feature in table.feature_names]
+        self._feature_order = FeatureOrder(feature_names, is_weighted=self._is_weighted)
+        self._input_dists = [HashInputDist(host_group, len(feature_names))]
+        self._lookups = [lookup]
+        self._output_dists = [RankOrderPooledDist(device_group)]
+        self._columns = _OutputColumns(tables, fed, device)
+        self._create_parameters(lookup)
+
+    # ---- TorchRec's stages ---------------------------------------------------------------------------------------
+
+    def create_context(self) -> HashBatchContext:
+        return HashBatchContext()
+
+    def input_dist(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
+        """DIST. A batch that this rank cannot use is replaced by an empty one, so that nobody waits in vain."""
+        try:
+            check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
+            with torch.no_grad():
+                features = self._feature_order.apply(features)
+        except HybridRecError as e:
+            if self._host_group.size() == 1:
+                raise
+            ctx.error = e
+            features = self._feature_order.empty()
+        if self._columns.has_mean:
+            ctx.lengths = features.lengths().view(len(features.keys()), -1)
+        ctx.sharding_contexts.append(
+            EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key())
+        )
+        with torch.no_grad():
+            return KJTListSplitsAwaitable([self._input_dists[0](features)], ctx)
+
+    def map_batch(self, ctx: HashBatchContext, dist_input: Any) -> None:
+        """MAP, the ranks' verdict and SWAP. Collective over the host group. Idempotent for a context.
+
+        Raises:
+            HybridRecError: A rank refused; the batch is undone on all ranks.
+        """
+        if ctx.mapped is not None:
+            return
+        mapped: MappedBatch | None = None
+        error = ctx.error
+        if error is None:
+            try:
+                result = self._lookups[0].map(dist_input[0], is_training=self.training and torch.is_grad_enabled())
+                if isinstance(result, MappedBatch):
+                    mapped = result
+                else:
+                    error = result
+            except Exception as e:  # travels to the other ranks, then is raised below
+                error = e
+        agreed = agree(error, self._host_group)
+        if agreed is not None:
+            if mapped is not None and mapped.transaction is not None:
+                mapped.transaction.undo()
+            raise agreed
+        assert mapped is not None
+        if mapped.transaction is not None:
+            mapped.transaction.swap()
+        ctx.mapped = mapped
+
+    def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
+        """MAP and SWAP unless they happened, then COMPUTE: partial pools of all ranks' bags."""
+        self.map_batch(ctx, dist_input)
+        return [self._lookups[0](ctx.mapped)]
+
+    def output_dist(self, ctx: HashBatchContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        sizes = ctx.sharding_contexts[0].batch_size_per_rank
+        return PooledAwaitable(self._output_dists[0](output[0], sizes), self._columns, ctx.lengths)
+
+    # ---- what users call -----------------------------------------------------------------------------------------
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """As they were given to the unsharded collection."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        return self._is_weighted
+
+    def stats(self) -> tuple[TableStats, ...]:
+        """Counters of this rank, one value a table, in the order of the tables. Not collective."""
+        by_name = {s.table: s for s in self._lookups[0].stats()}
+        return tuple(by_name[config.name] for config in self._table_configs)
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """Of all tables; its ``param_groups`` carry the learning rates."""
+        return self._optimizer
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        return HashEmbeddingBagCollection
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """All parameters are sharded: data parallelism leaves them alone."""
+        for name, _ in self.named_parameters(prefix):
+            yield name
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Refused: the rows of hashed tables do not fit a state_dict of fixed shapes.
+
+        Raises:
+            StateError: Always, so that nobody saves a model and loses its rows.
+        """
+        raise self._no_state_dict("state_dict()")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Refused, like `state_dict`."""
+        raise self._no_state_dict("load_state_dict()")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise self._no_state_dict("state_dict()")
+
+    def _no_state_dict(self, call: str) -> StateError:
+        names = ", ".join(repr(c.name) for c in self._table_configs)
+        return StateError(
+            f"{call}: the rows of the hashed tables {names} cannot be saved or loaded this way in this version; without "
+            "them a checkpoint would be silently incomplete. For the dense part alone use "
+            "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
+        )
+
+    def _create_parameters(self, lookup: PooledLookup) -> None:
+        """``embedding_bags.{table}.weight`` (views of the slots) and the fused optimizer over them."""
+        self.embedding_bags = nn.ModuleDict({config.name: nn.Module() for config in self._table_configs})
+        for name, parameter in zip(lookup.table_names, lookup.slot_parameters, strict=True):
+            # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
+            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+            self.embedding_bags[name].register_parameter("weight", parameter)
+        optimizers = []
+        for k, kernel in enumerate(lookup.kernels):
+            tables = lookup.kernel_tables(k)
+            params = {
+                f"embedding_bags.{lookup.table_names[t]}.weight": lookup.slot_parameters[t] for t in tables
+            }
+            optimizers.append(("", HashFusedOptimizer(kernel, params)))
+        self._optimizer = CombinedOptimizer(optimizers)
+
+
+class _OutputColumns:
+    """From the columns of the lookup to those of the unsharded collection; and what MEAN divides by."""
+
+    def __init__(self, tables: Sequence[TableConfig], fed: Sequence[TableConfig], device: torch.device) -> None:
+        """
+        Args:
+            tables: In the order of the collection.
+            fed: The same tables in the order of the lookup.
+            device: Where the output is.
+        """
+        names = embedding_names(tables)
+        self.names = [name for table_names in names for name in table_names]
+        self.dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self._fed_dims = [table.embedding_dim for table in fed for _ in table.feature_names]
+        first, position = {}, 0
+        for table in fed:
+            first[table.name] = position
+            position += len(table.feature_names)
+        order = [first[table.name] + i for table in tables for i in range(len(table.feature_names))]
+        self._order = None if order == list(range(len(order))) else order
+        is_sum = [table.pooling != PoolingType.MEAN for table in fed for _ in table.feature_names]
+        self.has_mean = not all(is_sum)
+        self._is_sum_F1 = torch.tensor(is_sum).unsqueeze(1)
+        feature_of_column = [f for f, dim in enumerate(self._fed_dims) for _ in range(dim)]
+        self._feature_of_column = torch.tensor(feature_of_column, device=device)
+        self._device = device
+
+    def finish(self, pooled: Tensor, lengths: Tensor | None) -> KeyedTensor:
+        """float32 [B, columns of the lookup] -> what the unsharded collection returns."""
+        if lengths is not None:
+            # Empty bags stay 0 and get gradient 0: their sum is 0 / 1.
+            divisor_FB = lengths.clamp(min=1).masked_fill(self._is_sum_F1, 1).to(pooled.dtype)
+            divisor_BF = divisor_FB.t().to(self._device, non_blocking=True)
+            pooled = pooled / divisor_BF.index_select(1, self._feature_of_column)
+        if self._order is not None:
+            parts = pooled.split(self._fed_dims, 1)
+            pooled = torch.cat([parts[i] for i in self._order], 1)
+        return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled)
+
+
+class PooledAwaitable(LazyGetItemMixin, LazyAwaitable[KeyedTensor]):  # type: ignore[misc]
+    """The output of a forward; whoever touches it waits."""
+
+    def __init__(self, pooled: Awaitable[Tensor], columns: _OutputColumns, lengths: Tensor | None) -> None:
+        super().__init__()
+        self._pooled, self._columns, self._lengths = pooled, columns, lengths
+
+    def _wait_impl(self) -> KeyedTensor:
+        return self._columns.finish(self._pooled.wait(), self._lengths)

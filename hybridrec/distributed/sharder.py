@@ -1,0 +1,211 @@
+"""The sharders: what `EmbeddingShardingPlanner` and `DistributedModelParallel` ask about our collections."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+
+from hybridrec._compat.planner import TIERS_ATTRIBUTE, install_planner_wraps
+from hybridrec._compat.torchrec import BaseEmbeddingSharder
+from hybridrec.backend import parse_device, resolve_backend
+from hybridrec.config import TableConfig, resolve_tables
+from hybridrec.distributed.host_env import check_host_env
+from hybridrec.distributed.host_memory import host_budget_bytes
+from hybridrec.distributed.lookup import PooledLookup, ShardTable
+from hybridrec.distributed.placement import Placement, place, tier_bytes
+from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.errors import BackendError, ConfigError
+from hybridrec.kernels.factory import group_tables
+from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
+from hybridrec.native import table_seed
+from hybridrec.native.protocol import ShardSpec
+from hybridrec.store.row_state_layout import RowStateLayout
+
+logger = logging.getLogger("hybridrec")
+
+
+class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbeddingBagCollection]):  # type: ignore[misc]
+    """Shards `HashEmbeddingBagCollection` row-wise over all ranks."""
+
+    def __init__(
+        self,
+        host_env: ShardingEnv,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Mapping[str, Any] | None = None,
+        *,
+        host_memory_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+            host_env: Environment whose process group is a gloo group of all ranks.
+            fused_params: TorchRec's, for tables without `apply_optimizer_in_backward`: ``optimizer`` (an
+                ``EmbOptimType``), ``learning_rate``, ``eps`` ..
+            qcomm_codecs_registry: Must be empty: quantised pools are not exact.
+            host_memory_bytes: Host memory that the shards of one rank may take; None: 80 % of what is available.
+
+        Raises:
+            ConfigError: An argument cannot be honoured.
+        """
+        if qcomm_codecs_registry:
+            raise ConfigError(
+                f"qcomm_codecs_registry={dict(qcomm_codecs_registry)!r}: quantised communication is not available for "
+                "hashed tables, whose results are exact. Pass None."
+            )
+        super().__init__(fused_params=dict(fused_params) if fused_params else None)
+        self._host_group = check_host_env(host_env)
+        self._host_env = host_env
+        self._host_budget_bytes = host_budget_bytes(host_memory_bytes)
+        install_planner_wraps()
+
+    @property
+    def module_type(self) -> type[HashEmbeddingBagCollection]:
+        return HashEmbeddingBagCollection
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Row-wise alone: any id belongs to exactly one rank."""
+        return [ShardingType.ROW_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """The three placements, the same on every device."""
+        return [placement.value for placement in Placement]
+
+    def shardable_parameters(self, module: HashEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """table -> nominal parameter, which tells the planner what the table takes in each tier."""
+        parameters = {}
+        for table in resolve_tables(module.embedding_bag_configs()):
+            parameter = module.embedding_bags[table.name].weight
+            layout = RowStateLayout(table.embedding_dim, self._optimizer_of(table, parameter).row_states())
+            setattr(parameter, TIERS_ATTRIBUTE, partial(_planned_bytes, table, layout))
+            parameters[table.name] = parameter
+        return parameters
+
+    def shard(
+        self,
+        module: HashEmbeddingBagCollection,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedHashEmbeddingBagCollection:
+        """Build this rank's shards. No row exists yet and, on the host, no memory for any is taken.
+
+        Raises:
+            ConfigError: The plan lacks a table or asks for what does not exist; a table has no optimizer; the groups
+                do not match.
+        """
+        device = parse_device(device) or module.target_device
+        if env.process_group is None:
+            raise ConfigError(f"{module_fqn or type(module).__name__}: env has no process group to send pools over.")
+        if env.world_size != self._host_env.world_size or env.rank != self._host_env.rank:
+            raise ConfigError(
+                f"host_env is rank {self._host_env.rank} of {self._host_env.world_size}, the model's environment is "
+                f"rank {env.rank} of {env.world_size}. The host group must have the same ranks in the same order."
+            )
+        tables = resolve_tables(module.embedding_bag_configs())
+        missing = [table.name for table in tables if table.name not in params]
+        if missing:
+            raise ConfigError(
+                f"{module_fqn or type(module).__name__}: the plan has no entry for table {missing[0]!r} "
+                f"({len(missing)} of {len(tables)} tables are missing). Plan the whole collection, or shard none of it."
+            )
+        shard_tables = [self._shard_table(module, table, params[table.name], env.world_size) for table in tables]
+        kernels = group_tables(
+            shard_tables,
+            dim=lambda s: s.layout.dim,
+            optimizer=lambda s: s.optimizer,
+            is_weighted=module.is_weighted(),
+            device=device,
+        )
+        self._check_device_memory(shard_tables, device)
+        lookup = PooledLookup(
+            kernels,
+            is_weighted=module.is_weighted(),
+            device=device,
+            backend=resolve_backend(device.type),
+            rank=env.rank,
+            world_size=env.world_size,
+            host_budget_bytes=self._host_budget_bytes,
+        )
+        return ShardedHashEmbeddingBagCollection(
+            module, tables, lookup, device_group=env.process_group, host_group=self._host_group, device=device
+        )
+
+    def _shard_table(
+        self, module: HashEmbeddingBagCollection, table: TableConfig, planned: ParameterSharding, world_size: int
+    ) -> ShardTable:
+        if planned.sharding_type != ShardingType.ROW_WISE.value:
+            raise ConfigError(
+                f"table {table.name!r}: the plan shards it {planned.sharding_type!r}; hashed tables are sharded "
+                "'row_wise'. Use ParameterConstraints(sharding_types=['row_wise'])."
+            )
+        optimizer = self._optimizer_of(table, module.embedding_bags[table.name].weight)
+        if optimizer.kind == "none":
+            raise ConfigError(
+                f"table {table.name!r} has no optimizer: its rows would never learn. Call "
+                "apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {'lr': ...}) before "
+                "sharding, or give the sharder fused_params={'optimizer': EmbOptimType.EXACT_ADAGRAD, ...}."
+            )
+        layout = RowStateLayout(table.embedding_dim, optimizer.row_states())
+        cache = planned.cache_params
+        placed = place(table, planned.compute_kernel, None if cache is None else cache.load_factor, world_size)
+        states = sorted(optimizer.row_states(), key=lambda s: s.is_row_wise)
+        spec = ShardSpec(
+            name=table.name,
+            dim=table.embedding_dim,
+            num_row_states=sum(not s.is_row_wise for s in states),
+            num_row_wise_states=sum(s.is_row_wise for s in states),
+            state_initial_values=tuple(s.initial_value for s in states),
+            num_slots=placed.num_slots,
+            planned_rows=placed.planned_rows,
+            max_rows=placed.max_rows,
+            full_policy=table.full_policy.value,
+            table_seed=table_seed(table.seed, table.name),
+            **table.initializer.to_spec_fields(),
+        )
+        return ShardTable(
+            name=table.name,
+            spec=spec,
+            placed=placed,
+            layout=layout,
+            optimizer=optimizer,
+            num_features=len(table.feature_names),
+        )
+
+    def _optimizer_of(self, table: TableConfig, parameter: nn.Parameter) -> OptimizerSpec:
+        """From `apply_optimizer_in_backward` if it was called for the table, else from ``fused_params``."""
+        classes = getattr(parameter, "_optimizer_classes", [])
+        if len(classes) > 1:
+            raise ConfigError(
+                f"table {table.name!r}: apply_optimizer_in_backward was called for it {len(classes)} times "
+                f"({', '.join(c.__name__ for c in classes)}). Call it once."
+            )
+        if classes:
+            return OptimizerSpec.from_class(classes[0], parameter._optimizer_kwargs[0], table=table.name)
+        if self.fused_params:
+            return OptimizerSpec.from_fused_params(self.fused_params, table=table.name)
+        return OptimizerSpec(kind="none")
+
+    def _check_device_memory(self, tables: list[ShardTable], device: torch.device) -> None:
+        needed = sum(t.placed.num_slots * t.layout.slot_bytes for t in tables)
+        _, total = resolve_backend(device.type).memory_bytes(device)
+        if needed > total:
+            largest = max(tables, key=lambda t: t.placed.num_slots * t.layout.slot_bytes)
+            raise BackendError(
+                f"the slots of {len(tables)} tables take {needed:,} bytes on {device}, which has {total:,}. The largest "
+                f"is {largest.name!r}: {largest.placed.num_slots:,} slots, kernel {largest.placed.placement.value!r}. "
+                "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
+            )
+
+
+def _planned_bytes(
+    table: TableConfig, layout: RowStateLayout, compute_kernel: str, world_size: int, load_factor: float | None
+) -> tuple[int, int]:
+    """(device bytes, host bytes) of one rank: what the planner accounts."""
+    return tier_bytes(place(table, compute_kernel, load_factor, world_size), layout)

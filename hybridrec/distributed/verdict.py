@@ -1,0 +1,49 @@
+"""One fixed-size message a step, by which all ranks learn that one of them refuses a batch.
+
+Without it a rank that raises leaves the others waiting in the next collective.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from hybridrec.errors import CapacityError, ConfigError, HybridRecError, IdError, StateError
+
+MESSAGE_BYTES = 1024
+# The position is what travels. Anything else (an exception that is not ours) travels as the base class.
+_CLASSES: tuple[type[HybridRecError], ...] = (HybridRecError, CapacityError, ConfigError, IdError, StateError)
+
+
+def agree(error: Exception | None, host_group: dist.ProcessGroup | None) -> HybridRecError | Exception | None:
+    """Exchange verdicts; collective over the host group.
+
+    Args:
+        error: What this rank has against the batch, or None.
+        host_group: gloo group of all ranks; None for a single rank.
+
+    Returns:
+        The error to raise, the same text and class on every rank: that of the lowest rank that refused. None if
+        none did. On the rank where an exception that is not ours arose, that exception itself.
+    """
+    if host_group is None or host_group.size() == 1:
+        return error
+    mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    if error is not None:
+        code = _CLASSES.index(type(error)) if type(error) in _CLASSES else 0
+        text = str(error) if isinstance(error, HybridRecError) else f"{type(error).__name__}: {error}"
+        payload = text.encode()[: MESSAGE_BYTES - 4]
+        header = bytes([1, code, *len(payload).to_bytes(2, "little")])
+        mine[: len(header) + len(payload)] = torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
+    everyone = torch.empty(host_group.size() * MESSAGE_BYTES, dtype=torch.uint8)
+    dist.all_gather_into_tensor(everyone, mine, group=host_group)
+    everyone = everyone.view(host_group.size(), MESSAGE_BYTES)
+    refusing = everyone[:, 0].nonzero().flatten().tolist()
+    if not refusing:
+        return None
+    if error is not None and not isinstance(error, HybridRecError):
+        return error
+    first = refusing[0]
+    message = bytes(everyone[first].tolist())
+    text = message[4 : 4 + int.from_bytes(message[2:4], "little")].decode(errors="replace")
+    return _CLASSES[message[1]](f"{text} (refused by rank {first}; the batch was undone on all {host_group.size()} ranks)")
