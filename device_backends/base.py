@@ -1,0 +1,50 @@
+"""What the backends of accelerators share: everything that `torch.get_device_module` offers by the same name."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from hybridrec.errors import BackendError
+
+
+class AcceleratorBackend:
+    """A device with memory of its own, reached through torch's device module. Satisfies `DeviceBackend`.
+
+    All methods may be called from any thread.
+    """
+
+    device_type: str
+    is_host_memory = False
+    collective_backend: str
+
+    def unavailable_reason(self) -> str | None:
+        """None if the device can be used now, else why not and what to do."""
+        raise NotImplementedError
+
+    def kernel_name(self, *, optimizer: str, dim: int, is_weighted: bool) -> str:
+        """``"torch"``: plain PyTorch operators, which need nothing that a device's own library may lack."""
+        return "torch"
+
+    def empty_staging(self, num_floats: int) -> Tensor:
+        """Uninitialised float32 [num_floats] in pinned host memory, so that copies to the device can overlap."""
+        return torch.empty(num_floats, dtype=torch.float32, pin_memory=True)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for all work that was given to the device."""
+        self._module().synchronize(device)
+
+    def memory_bytes(self, device: torch.device) -> tuple[int, int]:
+        """(free, total) bytes of the device's memory, as its driver reports them."""
+        free, total = self._module().mem_get_info(device)
+        return int(free), int(total)
+
+    def _module(self) -> ModuleType:
+        """Raises BackendError, saying why, if the device cannot be used."""
+        reason = self.unavailable_reason()
+        if reason is not None:
+            raise BackendError(f"device {self.device_type!r}: {reason}")
+        module: ModuleType = torch.get_device_module(self.device_type)
+        return module

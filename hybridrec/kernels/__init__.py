@@ -1,0 +1,1 @@
+"""Lookup and fused row update on rows that sit in slots."""
