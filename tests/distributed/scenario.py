@@ -1,0 +1,243 @@
+"""Training runs that the oracle tests compare: data, model, and one rank's side of the comparison."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, Uniform, get_default_hybrid_sharders
+from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.native import unmix64
+from tests.distributed.oracle import Batch, Oracle, Table, owner, scenario_loss
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-8}),
+    "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.05, "eps": 1e-8}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+}
+EXTREME_IDS = (0, 1, -1, 2**63 - 1, -(2**63), -(2**63) + 1, 2**32, -(2**32), 2**53 + 1)
+TABLES = (
+    Table(name="user", dim=8, features=("user",)),
+    Table(name="item", dim=4, features=("clicked", "bought"), is_mean=True, seed=3),
+    Table(name="word", dim=5, features=("word",)),  # not a multiple of 4: another kernel on the host
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One run. The same on every rank, data differs by rank."""
+
+    optimizer: str = "adagrad"
+    cache: str = "minimum"
+    """"all", "tenth" or "minimum" (the largest batch's unique rows)."""
+    kernel: str = "fused_uvm_caching"
+    is_weighted: bool = False
+    steps: int = 200
+    batch_size: int = 8
+    ids_per_table: int = 600
+    tables: tuple[Table, ...] = TABLES
+    seed: int = 1
+
+
+def universe(scenario: Scenario, table: Table) -> list[int]:
+    """Every id that a table will ever see: from the whole int64 range."""
+    rng = random.Random(f"{scenario.seed} {table.name}")
+    ids = set(EXTREME_IDS)
+    while len(ids) < scenario.ids_per_table:
+        ids.add(rng.randrange(-(2**63), 2**63))
+    return sorted(ids)
+
+
+def make_batch(scenario: Scenario, step: int, rank: int, world_size: int) -> Batch:
+    """Lengths 0 to 3 with repeats; every seventh step one rank's batch is empty, sizes differ between ranks."""
+    rng = random.Random(f"{scenario.seed} {step} {rank}")
+    num_bags = scenario.batch_size - rank % 2
+    if step % 7 == 3 and step % world_size == rank:
+        num_bags = 0
+    bags: dict[str, list[list[tuple[int, float]]]] = {}
+    for table in scenario.tables:
+        ids = universe(scenario, table)
+        for feature in table.features:
+            bags[feature] = []
+            for _ in range(num_bags):
+                bag = [(rng.choice(ids), round(rng.uniform(-1, 1), 3)) for _ in range(rng.randrange(4))]
+                if bag and rng.random() < 0.2:
+                    bag.append((bag[0][0], 0.5))  # the same id twice in one bag
+                bags[feature].append(bag)
+    labels = torch.tensor([float(rng.random() < 0.5) for _ in range(num_bags)])
+    return Batch(bags=bags, labels=labels, num_bags=num_bags)
+
+
+def to_kjt(scenario: Scenario, batch: Batch) -> KeyedJaggedTensor:
+    bags = [bag for feature in batch.bags.values() for bag in feature]
+    entries = [entry for bag in bags for entry in bag]
+    return KeyedJaggedTensor(
+        keys=list(batch.bags),
+        values=torch.tensor([e[0] for e in entries], dtype=torch.int64),
+        lengths=torch.tensor([len(bag) for bag in bags], dtype=torch.int64),
+        weights=torch.tensor([e[1] for e in entries], dtype=torch.float32) if scenario.is_weighted else None,
+        stride=batch.num_bags,
+    )
+
+
+def device_rows(scenario: Scenario, table: Table, batches: Sequence[Sequence[Batch]], world_size: int) -> int:
+    """Slots of one rank."""
+    if scenario.cache == "all":
+        return scenario.ids_per_table
+    if scenario.cache == "tenth":
+        return max(1, scenario.ids_per_table // world_size // 10)
+    largest = 1
+    for everyone in batches:
+        ids = {id_ for b in everyone for f in table.features for bag in b.bags[f] for id_, _ in bag}
+        largest = max(largest, *(sum(owner(i, world_size) == r for i in ids) for r in range(world_size)))
+    return largest
+
+
+class Model(nn.Module):
+    """Embeddings and a small dense part."""
+
+    def __init__(self, ebc: nn.Module, width: int) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.dense = make_dense(width)
+
+    def forward(self, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
+        return scenario_loss(self.dense(self.ebc(features).values()), labels)
+
+
+def make_dense(width: int) -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def build(scenario: Scenario, slots: dict[str, int]) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """The user's script: configs, optimizer in backward, planner, sharders, model."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    configs = [
+        HashEmbeddingBagConfig(
+            name=t.name,
+            num_embeddings=scenario.ids_per_table,
+            embedding_dim=t.dim,
+            feature_names=list(t.features),
+            pooling=PoolingType.MEAN if t.is_mean else PoolingType.SUM,
+            seed=t.seed,
+            device_rows=None if scenario.kernel == "fused" else slots[t.name],
+            initializer=Uniform(-0.1, 0.1),
+        )
+        for t in scenario.tables
+    ]
+    width = sum(t.dim * len(t.features) for t in scenario.tables)
+    model = Model(HashEmbeddingBagCollection(configs, is_weighted=scenario.is_weighted), width)
+    optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
+    apply_optimizer_in_backward(optimizer_class, model.ebc.parameters(), dict(kwargs))
+    sharders = get_default_hybrid_sharders(
+        ShardingEnv(world_size=world_size, rank=rank, pg=dist.new_group(backend="gloo"))
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu"),
+        constraints={
+            t.name: ParameterConstraints(sharding_types=["row_wise"], compute_kernels=[scenario.kernel])
+            for t in scenario.tables
+        },
+    )
+    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adagrad(p, lr=0.1)
+    )
+    return dmp, CombinedOptimizer([dmp.fused_optimizer, dense])
+
+
+def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
+    """For each table id -> float32 [weights, row states, row-wise states], wherever the row is now.
+
+    Reads slots and store without moving anything: a flush would hide a write-back that is missing.
+    """
+    ebc = dmp.module.ebc
+    lookup = ebc._lookups[0]
+    group = lookup.log.group
+    by_name = {}
+    for t, name in enumerate(lookup.table_names):
+        arrays = lookup._slot_arrays(t)
+        columns = [arrays.weights, *arrays.row_states, *(a.unsqueeze(1) for a in arrays.row_wise_states)]
+        in_slots = torch.cat(columns, 1).numpy()
+        keys, rows, _, slots, _ = group.entries(t)
+        ids = unmix64(torch.from_numpy(np.ascontiguousarray(keys))).tolist()
+        stored = group.read_records(t, rows)
+        by_name[name] = {
+            id_: in_slots[slot] if slot >= 0 else stored[n]
+            for n, (id_, slot) in enumerate(zip(ids, np.asarray(slots).tolist(), strict=True))
+        }
+    return [by_name[c.name] for c in ebc.embedding_bag_configs()]
+
+
+def run_against_oracle(scenario: Scenario) -> dict[str, object]:
+    """Train both, step by step, on this rank; every bit of losses, rows and states must be equal.
+
+    Returns:
+        What a test asserts on besides: the table statistics and the losses.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = [[make_batch(scenario, s, r, world_size) for r in range(world_size)] for s in range(scenario.steps)]
+    slots = {t.name: device_rows(scenario, t, batches, world_size) for t in scenario.tables}
+    dmp, optimizer = build(scenario, slots)
+    optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
+    width = sum(t.dim * len(t.features) for t in scenario.tables)
+    dense = DistributedDataParallel(
+        make_dense(width), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
+    )
+    dense_optimizer = torch.optim.Adagrad(dense.parameters(), lr=0.1)
+    oracle = Oracle(
+        scenario.tables,
+        {t.name: universe(scenario, t) for t in scenario.tables},
+        OptimizerSpec.from_class(optimizer_class, dict(kwargs), table="oracle"),
+        dense,
+        is_weighted=scenario.is_weighted,
+        rank=rank,
+        world_size=world_size,
+    )
+    losses = []
+    for step, everyone in enumerate(batches):
+        mine = everyone[rank]
+        optimizer.zero_grad()
+        loss = dmp(to_kjt(scenario, mine), mine.labels)
+        loss.backward()
+        optimizer.step()
+        expected = oracle.step(everyone, dense_optimizer)
+        if not torch.equal(loss.detach(), expected):
+            raise AssertionError(f"step {step}: loss {loss.item()!r}, the oracle's is {expected.item()!r}")
+        losses.append(loss.item())
+        compare_state(scenario, oracle, state_of(dmp), step)
+    stats = dmp.module.ebc.stats()
+    if any(s.pins for s in stats):
+        raise AssertionError(f"pins after the last step: {stats}")
+    return {"stats": stats, "losses": losses}
+
+
+def compare_state(scenario: Scenario, oracle: Oracle, tables: list[dict[int, np.ndarray]], step: int) -> None:
+    """Every row that exists equals the oracle's; every row that does not exist is still initial there."""
+    for t, table in enumerate(scenario.tables):
+        expected = oracle.state_of(t)
+        unknown = set(tables[t]) - set(expected)
+        if unknown:
+            raise AssertionError(f"step {step}, table {table.name}: ids {sorted(unknown)[:3]} do not belong here")
+        for id_, record in tables[t].items():
+            if record.tobytes() != np.ascontiguousarray(expected[id_]).tobytes():
+                raise AssertionError(f"step {step}, table {table.name}, id {id_}: {record} != {expected[id_]}")
