@@ -1,0 +1,173 @@
+"""`TbeKernel`: lookup and row update with FBGEMM's table-batched embedding, its "TBE", in host memory.
+
+FBGEMM's backward updates the rows itself: the gradient of its output is all that it needs, and there is no step to
+call. The graph that leads there stays inside: ``forward`` returns a detached output and keeps the other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybridrec._compat.fbgemm import (
+    HAS_PREALLOCATED_HOST_BUFFERS,
+    BoundsCheckMode,
+    ComputeDevice,
+    EmbeddingLocation,
+    EmbOptimType,
+    PoolingMode,
+    SplitTableBatchedEmbeddingBagsCodegen,
+    require_instance_attributes,
+)
+from hybridrec.backend import HOST
+from hybridrec.errors import ConfigError
+from hybridrec.kernels.base import KernelSpec, LookupKernel, SlotArrays
+from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.slot_memory import zeros
+from hybridrec.kernels.torch_kernel import copy_slots
+
+_OPTIMIZERS = {
+    "none": EmbOptimType.EXACT_SGD,  # has no state; the forward is the same for all
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+
+
+class TbeKernel(LookupKernel):
+    """FBGEMM's CPU kernels: SGD, Adagrad and row-wise Adagrad, dims that are a multiple of 4, float32.
+
+    FBGEMM checks no index (bounds check NONE): slots come from the slot index, never from the user. It keeps the
+    learning rate as float32 and reads it in the backward.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        """
+        Raises:
+            ConfigError: FBGEMM cannot serve the spec on the host; says what it lacks.
+        """
+        _check(spec)
+        super().__init__(spec)
+        self._learning_rate = spec.optimizer.learning_rate
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._tbe = _build_tbe(self.spec, self._learning_rate)
+        weights = self._tbe.split_embedding_weights()
+        states = self._tbe.split_optimizer_states()
+        self._slot_arrays = []
+        for t, table in enumerate(self.spec.tables):
+            # .data: FBGEMM saves its buffers for the backward, and a write that autograd can see in between raises.
+            of_table = [s.data[: table.num_slots] for s in states[t]] if states else []
+            self._slot_arrays.append(
+                SlotArrays(
+                    weights=weights[t].data[: table.num_slots],
+                    row_states=tuple(s for s in of_table if s.dim() == 2),
+                    row_wise_states=tuple(s for s in of_table if s.dim() == 1),
+                )
+            )
+
+    def slot_arrays(self, table: int) -> SlotArrays:
+        """The memory of one table's slots; valid until ``resize``."""
+        return self._slot_arrays[table]
+
+    @property
+    def learning_rate(self) -> float:
+        """The value that the next ``backward`` uses."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if value != self._learning_rate:
+            self._learning_rate = float(value)
+            # .data: a lookup in flight has saved the tensor, see _allocate.
+            self._tbe.learning_rate_tensor.data.fill_(self._learning_rate)
+
+    def forward(self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, object]:
+        """See `LookupKernel.forward`."""
+        if slots_N.shape[0] == 0:  # with B = 0 too
+            num_bags = (offsets.shape[0] - 1) // len(self.spec.feature_table)
+            return torch.zeros((num_bags, self.spec.total_dim), device=self.spec.device), None
+        if self.spec.optimizer.kind == "none":
+            with torch.no_grad():
+                return self._tbe(slots_N, offsets, weights_N), None
+        with torch.enable_grad():
+            output: Tensor = self._tbe(slots_N, offsets, weights_N.detach() if weights_N is not None else None)
+        return output.detach(), output
+
+    def backward(self, saved: object, grad: Tensor, *, step: int) -> None:
+        """See `LookupKernel.backward`; ``step`` is of no use to these optimizers."""
+        if saved is not None:  # else no occurrences
+            torch.autograd.backward(saved, grad.contiguous())
+
+    def resize(self, num_slots: Sequence[int]) -> None:
+        """See `LookupKernel.resize`."""
+        old = self._slot_arrays
+        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
+        self.spec = replace(self.spec, tables=tables)
+        self._allocate()
+        for before, after in zip(old, self._slot_arrays, strict=True):
+            copy_slots(before, after)
+
+    def reader(self, num_slots: Sequence[int]) -> TbeKernel:
+        """See `LookupKernel.reader`."""
+        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
+        return TbeKernel(replace(self.spec, tables=tables, optimizer=OptimizerSpec(kind="none")))
+
+
+def _check(spec: KernelSpec) -> None:
+    names = ", ".join(repr(t.name) for t in spec.tables)
+    if spec.optimizer.kind not in _OPTIMIZERS:
+        raise ConfigError(
+            f"tables {names}: FBGEMM has no optimizer {spec.optimizer.kind!r} on the host. It has "
+            f"{', '.join(map(repr, _OPTIMIZERS))}. Use TorchKernel."
+        )
+    if spec.optimizer.weight_decay != 0.0:
+        raise ConfigError(
+            f"tables {names}: weight_decay={spec.optimizer.weight_decay:g} would be ignored by FBGEMM. Use TorchKernel."
+        )
+    for table in spec.tables:
+        if table.dim % 4 != 0:
+            raise ConfigError(
+                f"table {table.name!r}: dim={table.dim} is no multiple of 4, which FBGEMM needs. Use TorchKernel."
+            )
+    if spec.device.type != HOST.type:
+        raise ConfigError(
+            f"tables {names}: TbeKernel keeps slots in host memory, not on {spec.device}; use TorchKernel."
+        )
+    if list(spec.feature_table) != sorted(spec.feature_table):
+        raise ConfigError(
+            f"tables {names}: feature_table={spec.feature_table} is not ascending. FBGEMM steps a row once for every "
+            "run of features of its table. Feed features in the order of their tables."
+        )
+
+
+def _build_tbe(spec: KernelSpec, learning_rate: float) -> SplitTableBatchedEmbeddingBagsCodegen:
+    # FBGEMM tells tables apart by where their rows start, so each needs a row of its own.
+    rows = [max(1, table.num_slots) for table in spec.tables]
+    dims = [table.dim for table in spec.tables]
+    optimizer = _OPTIMIZERS[spec.optimizer.kind]
+    more = {}
+    if HAS_PREALLOCATED_HOST_BUFFERS:
+        floats = sum(r * d for r, d in zip(rows, dims, strict=True))
+        buffers = {"weights": zeros((floats,), spec.device)}
+        if spec.optimizer.row_states():
+            is_row_wise = spec.optimizer.row_states()[0].is_row_wise
+            buffers["momentum1"] = zeros((sum(rows) if is_row_wise else floats,), spec.device)
+        more["preallocated_host_buffers"] = buffers
+    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+        embedding_specs=[(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d in zip(rows, dims, strict=True)],
+        feature_table_map=list(spec.feature_table),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        eps=spec.optimizer.eps,
+        pooling_mode=PoolingMode.SUM,
+        bounds_check_mode=BoundsCheckMode.NONE,
+        device=spec.device,
+        **more,
+    )
+    require_instance_attributes(tbe, ("learning_rate_tensor",))
+    return tbe

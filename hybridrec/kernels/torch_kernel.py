@@ -1,0 +1,221 @@
+"""`TorchKernel`: lookup and row update with plain PyTorch operators, on any device, for any dim and optimizer.
+
+Tables of one dim lie one after another in one flat buffer, so that a lookup of all of them is one operation:
+
+    row in the buffer = first row of the table + slot
+
+A kernel whose tables have different dims runs once for every dim; `hybridrec.kernels.factory.group_tables` avoids it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrec.backend import HOST
+from hybridrec.kernels.base import KernelSpec, LookupKernel, SlotArrays
+from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.optimizer_rules import updated_rows
+from hybridrec.kernels.row_gradients import group_by_row, sum_bags
+from hybridrec.kernels.slot_memory import zeros
+
+
+class _Occurrences(NamedTuple):
+    """What one flat buffer is looked up with."""
+
+    rows_N: Tensor
+    """int64 [N], rows of the buffer."""
+    offsets: Tensor
+    """int64 [F * B + 1], of the buffer's features."""
+    weights_N: Tensor | None
+
+
+class _Saved(NamedTuple):
+    num_bags: int
+    """B."""
+    of_buffer: tuple[_Occurrences, ...]
+
+
+class _Buffer:
+    """The slots of all tables of one dim, and one spare row behind them that no table owns."""
+
+    def __init__(self, spec: KernelSpec, dim: int) -> None:
+        self.dim = dim
+        self.tables = [t for t, table in enumerate(spec.tables) if table.dim == dim]
+        self.features = [f for f, t in enumerate(spec.feature_table) if t in set(self.tables)]
+        sizes = [spec.tables[t].num_slots for t in self.tables]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        self.rows_of_table = {t: slice(ends[i], ends[i + 1]) for i, t in enumerate(self.tables)}
+        self.spare_row = ends[-1]
+        first_row_F = [self.rows_of_table[spec.feature_table[f]].start for f in self.features]
+        self.needs_first_row = any(first_row_F)
+        self.first_row_F = torch.tensor(first_row_F, dtype=torch.int64, device=spec.device)
+        num_rows = self.spare_row + 1
+        self.weights = zeros((num_rows, dim), spec.device)
+        self.states = [
+            zeros((num_rows,) if state.is_row_wise else (num_rows, dim), spec.device)
+            for state in spec.optimizer.row_states()
+        ]
+
+    def slot_arrays(self, table: int) -> SlotArrays:
+        rows = self.rows_of_table[table]
+        return SlotArrays(
+            weights=self.weights.data[rows],
+            row_states=tuple(s.data[rows] for s in self.states if s.dim() == 2),
+            row_wise_states=tuple(s.data[rows] for s in self.states if s.dim() == 1),
+        )
+
+    def rows(self, slots_N: Tensor, offsets: Tensor, num_bags: int) -> Tensor:
+        """Rows of the buffer from slots of its tables."""
+        if not self.needs_first_row:
+            return slots_N
+        counts_F = offsets[::num_bags].diff()
+        return slots_N + self.first_row_F.repeat_interleave(counts_F, output_size=slots_N.shape[0])
+
+
+class TorchKernel(LookupKernel):
+    """Lookup and update with operators that every device of PyTorch has; nothing of ``nn.EmbeddingBag``'s backward.
+
+    Not for speed on the host, where FBGEMM's kernel is faster for what it can do. No operation waits for the device,
+    unless the tables have different dims.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        super().__init__(spec)
+        self._learning_rate = spec.optimizer.learning_rate
+        self._is_on_host = spec.device.type == HOST.type
+        self._allocate()
+
+    def _allocate(self) -> None:
+        dims = dict.fromkeys(table.dim for table in self.spec.tables)
+        self._buffers = [_Buffer(self.spec, dim) for dim in dims]
+        arrays = {t: buffer.slot_arrays(t) for buffer in self._buffers for t in buffer.tables}
+        self._slot_arrays = [arrays[t] for t in range(len(self.spec.tables))]
+        self._columns = list(
+            itertools.accumulate((self.spec.tables[t].dim for t in self.spec.feature_table), initial=0)
+        )
+
+    def slot_arrays(self, table: int) -> SlotArrays:
+        """The memory of one table's slots; valid until ``resize``."""
+        return self._slot_arrays[table]
+
+    @property
+    def learning_rate(self) -> float:
+        """The value that the next ``backward`` uses."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        self._learning_rate = float(value)
+
+    @torch.no_grad()
+    def forward(self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, object]:
+        """See `LookupKernel.forward`."""
+        num_features = len(self.spec.feature_table)
+        num_bags = (offsets.shape[0] - 1) // num_features
+        if slots_N.shape[0] == 0:  # with B = 0 too
+            return torch.zeros((num_bags, self.spec.total_dim), device=self.spec.device), None
+        weights_N = weights_N.detach() if weights_N is not None else None
+        of_buffer = self._split(slots_N, offsets, weights_N, num_bags)
+        pooled = [self._lookup(b, o, num_bags) for b, o in zip(self._buffers, of_buffer, strict=True)]
+        saved = _Saved(num_bags, of_buffer)
+        if len(pooled) == 1:
+            return pooled[0].view(num_bags, self.spec.total_dim), saved
+        output = torch.empty((num_bags, self.spec.total_dim), device=self.spec.device)
+        for buffer, part_BFD in zip(self._buffers, pooled, strict=True):
+            for i, f in enumerate(buffer.features):
+                output[:, self._columns[f] : self._columns[f + 1]] = part_BFD[:, i]
+        return output, saved
+
+    @torch.no_grad()
+    def backward(self, saved: object, grad: Tensor, *, step: int) -> None:
+        """See `LookupKernel.backward`."""
+        if saved is None:  # no occurrences
+            return
+        assert isinstance(saved, _Saved)
+        for buffer, occurrences in zip(self._buffers, saved.of_buffer, strict=True):
+            if occurrences.rows_N.shape[0] > 0:
+                self._update(buffer, occurrences, self._bag_grads(buffer, grad), saved.num_bags, step)
+
+    def resize(self, num_slots: Sequence[int]) -> None:
+        """See `LookupKernel.resize`."""
+        old = self._slot_arrays
+        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
+        self.spec = replace(self.spec, tables=tables)
+        self._allocate()
+        for before, after in zip(old, self._slot_arrays, strict=True):
+            copy_slots(before, after)
+
+    def reader(self, num_slots: Sequence[int]) -> TorchKernel:
+        """See `LookupKernel.reader`."""
+        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
+        return TorchKernel(replace(self.spec, tables=tables, optimizer=OptimizerSpec(kind="none")))
+
+    # ---- steps of forward and backward ---------------------------------------------------------------------------
+
+    def _split(
+        self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None, num_bags: int
+    ) -> tuple[_Occurrences, ...]:
+        """What every buffer is looked up with."""
+        if len(self._buffers) == 1:
+            rows_N = self._buffers[0].rows(slots_N, offsets, num_bags)
+            return (_Occurrences(rows_N, offsets, weights_N),)
+        starts = offsets[::num_bags].tolist()
+        lengths_FB = offsets.diff().view(-1, num_bags)
+        parts = []
+        for buffer in self._buffers:
+            pieces = [slice(starts[f], starts[f + 1]) for f in buffer.features]
+            part_offsets = offsets.new_zeros(len(pieces) * num_bags + 1)
+            torch.cumsum(lengths_FB[buffer.features].view(-1), 0, out=part_offsets[1:])
+            part_slots = torch.cat([slots_N[p] for p in pieces])
+            part_weights = None if weights_N is None else torch.cat([weights_N[p] for p in pieces])
+            parts.append(_Occurrences(buffer.rows(part_slots, part_offsets, num_bags), part_offsets, part_weights))
+        return tuple(parts)
+
+    def _lookup(self, buffer: _Buffer, occurrences: _Occurrences, num_bags: int) -> Tensor:
+        """float32 [B, F, D], contiguous."""
+        pooled = sum_bags(buffer.weights, occurrences.rows_N, occurrences.offsets, occurrences.weights_N)
+        return pooled.view(len(buffer.features), num_bags, buffer.dim).transpose(0, 1).contiguous()
+
+    def _bag_grads(self, buffer: _Buffer, grad: Tensor) -> Tensor:
+        """float32 [B * F, D]: the buffer's columns of the gradient, bag after bag, feature after feature."""
+        if len(self._buffers) > 1:
+            grad = torch.cat([grad[:, self._columns[f] : self._columns[f + 1]] for f in buffer.features], 1)
+        return grad.contiguous().view(-1, buffer.dim)
+
+    def _update(self, buffer: _Buffer, occurrences: _Occurrences, grads: Tensor, num_bags: int, step: int) -> None:
+        """Step every row of a buffer that occurs, once."""
+        spare_row = None if self._is_on_host else buffer.spare_row
+        rows_U, starts, order_N = group_by_row(occurrences.rows_N, spare_row=spare_row)
+        # Bags are numbered feature after feature, their gradients lie bag after bag.
+        num_features = len(buffer.features)
+        grad_of_bag = torch.arange(grads.shape[0], device=grads.device).view(num_bags, num_features).t().reshape(-1)
+        grad_N = grad_of_bag.repeat_interleave(occurrences.offsets.diff(), output_size=order_N.shape[0])
+        weights_N = occurrences.weights_N.index_select(0, order_N) if occurrences.weights_N is not None else None
+        grads_UD = sum_bags(grads, grad_N.index_select(0, order_N), starts, weights_N)
+        weights, states = updated_rows(
+            self.spec.optimizer,
+            buffer.weights.index_select(0, rows_U),
+            [state.index_select(0, rows_U) for state in buffer.states],
+            grads_UD,
+            step=step,
+            learning_rate=self._learning_rate,
+        )
+        buffer.weights.index_copy_(0, rows_U, weights)
+        for state, values in zip(buffer.states, states, strict=True):
+            state.index_copy_(0, rows_U, values)
+
+
+def copy_slots(before: SlotArrays, after: SlotArrays) -> None:
+    """Copy a table's slots to larger memory."""
+    num_slots = before.weights.shape[0]
+    after.weights[:num_slots] = before.weights
+    for old, new in zip(
+        before.row_states + before.row_wise_states, after.row_states + after.row_wise_states, strict=True
+    ):
+        new[:num_slots] = old
