@@ -23,6 +23,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FullPolicy(str, enum.Enum):
@@ -43,3 +47,14 @@ class RowState:
     """True: one float a row. False: as many floats as the row has columns."""
     initial_value: float = 0.0
     """What a row that was never trained holds."""
+
+
+class SlotArrays(NamedTuple):
+    """Where one table's slots are. Writes through these tensors do not bump autograd's version counters."""
+
+    weights: Tensor
+    """float32 [C, D]"""
+    row_states: tuple[Tensor, ...]
+    """M x float32 [C, D]"""
+    row_wise_states: tuple[Tensor, ...]
+    """A x float32 [C]"""

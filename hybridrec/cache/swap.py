@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hybridrec.backend import DeviceBackend
-from hybridrec.kernels.base import SlotArrays
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import Plan
+from hybridrec.types import SlotArrays
 
 
 class Swapper(Protocol):

@@ -21,13 +21,14 @@ from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSw
 from hybridrec.distributed.placement import Placement, ShardPlacement
 from hybridrec.distributed.refusal import refusal_error
 from hybridrec.errors import HybridRecError
-from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel, SlotArrays
+from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
 from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.metrics import TableStats
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import PlanStatus, ShardSpec
 from hybridrec.store.row_state_layout import RowStateLayout
+from hybridrec.types import SlotArrays
 
 logger = logging.getLogger("hybridrec")
 

@@ -64,7 +64,7 @@ class _SumInRankOrder(torch.autograd.Function):
         ctx: Any, partial: Tensor, received: Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
-        parts = received.view(len(sizes), sizes[rank], -1)
+        parts = received.view(len(sizes), sizes[rank], received.shape[1])
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

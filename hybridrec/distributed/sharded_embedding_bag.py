@@ -113,7 +113,7 @@ class ShardedHashEmbeddingBagCollection(  # type: ignore[misc]
             ctx.error = e
             features = self._feature_order.empty()
         if self._columns.has_mean:
-            ctx.lengths = features.lengths().view(len(features.keys()), -1)
+            ctx.lengths = features.lengths().view(len(features.keys()), features.stride())
         ctx.sharding_contexts.append(
             EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key())
         )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.types import SlotArrays
+
+__all__ = ["KernelSpec", "KernelTable", "LookupKernel", "SlotArrays"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +45,6 @@ class KernelSpec:
     def total_dim(self) -> int:
         """Columns of the pooled output: the sum of D over features."""
         return sum(self.tables[t].dim for t in self.feature_table)
-
-
-class SlotArrays(NamedTuple):
-    """Where one table's slots are. Writes through these tensors do not bump autograd's version counters."""
-
-    weights: Tensor
-    """float32 [C, D]"""
-    row_states: tuple[Tensor, ...]
-    """M x float32 [C, D]"""
-    row_wise_states: tuple[Tensor, ...]
-    """A x float32 [C]"""
 
 
 class LookupKernel(abc.ABC):
