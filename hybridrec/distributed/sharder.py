@@ -145,7 +145,13 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"table {table.name!r}: the plan shards it {planned.sharding_type!r}; hashed tables are sharded "
                 "'row_wise'. Use ParameterConstraints(sharding_types=['row_wise'])."
             )
-        optimizer = self._optimizer_of(table, module.embedding_bags[table.name].weight)
+        parameter = module.embedding_bags[table.name].weight
+        if not parameter.requires_grad:
+            raise ConfigError(
+                f"table {table.name!r}: its parameter has requires_grad=False. Hashed tables cannot be frozen in this "
+                "version; set it to True, or call eval() on the collection, whose forward then only reads."
+            )
+        optimizer = self._optimizer_of(table, parameter)
         if optimizer.kind == "none":
             raise ConfigError(
                 f"table {table.name!r} has no optimizer: its rows would never learn. Call "
