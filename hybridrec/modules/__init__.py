@@ -1,0 +1,1 @@
+"""The collections that users write into their models."""

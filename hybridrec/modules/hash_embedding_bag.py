@@ -1,0 +1,285 @@
+"""`HashEmbeddingBagCollection`: hashed tables under the interface of TorchRec's `EmbeddingBagCollection`.
+
+Unsharded it trains on one device and is the readable reference of the sharded one; `DistributedModelParallel` replaces
+it by `ShardedHashEmbeddingBagCollection`. Letters of shapes: `hybridrec.types`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from hybridrec.backend import HOST, parse_device
+from hybridrec.config import TableConfig, embedding_names, resolve_tables
+from hybridrec.errors import StateError
+from hybridrec.modules.hash_table import HashEmbeddingBag, optimizers_of
+from hybridrec.modules.input_check import check_features
+
+_META = torch.device("meta")
+
+
+class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
+    """Pooled lookups in tables whose ids are any int64 values.
+
+    Drop-in for `torchrec.EmbeddingBagCollection`: same arguments, inputs, outputs and order of outputs. Differences:
+
+    - an id needs no place below ``num_embeddings``, which is nominal; its row exists from the first training batch
+      that uses it, and before that it reads its initial row;
+    - parameters have the nominal shape and no memory. Rows are trained in the backward by the optimizer that
+      `apply_optimizer_in_backward` attached to them; a backward without one is an error;
+    - a forward in eval mode, under ``torch.no_grad()``, or with ``requires_grad=False`` of a table changes nothing.
+
+    One backward through one forward is one training batch: all tables step once, each row of the batch with the sum
+    of the gradients of its occurrences. A forward whose graph is dropped leaves no trace.
+
+    Example:
+        tables = [HashEmbeddingBagConfig(10**12, 3, "t1", feature_names=["f1"], planned_rows=10**6)]
+        collection = HashEmbeddingBagCollection(tables)
+        #         i = 0    i = 1   i = 2    <- bags
+        # "f1"   [7, -7]    []     [2**62]
+        features = KeyedJaggedTensor(["f1"], torch.tensor([7, -7, 2**62]), lengths=torch.tensor([2, 0, 1]))
+        collection(features).values()   # [3, 3]: row(7) + row(-7), zeros, row(2**62)
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: str | torch.device | None = None,
+    ) -> None:
+        """
+        Args:
+            tables: `HashEmbeddingBagConfig` or TorchRec's `EmbeddingBagConfig`. Copied, never changed.
+            is_weighted: Whether batches carry a weight for each id.
+            device: Where the unsharded collection keeps rows and computes. None, and the meta device: host memory.
+
+        Raises:
+            ConfigError: A table or the device is not accepted.
+        """
+        super().__init__()
+        self._tables = resolve_tables(tables)
+        self._configs = [copy.copy(config) for config in tables]
+        for config, table in zip(self._configs, self._tables, strict=True):
+            config.feature_names = list(table.feature_names)
+        self._is_weighted = bool(is_weighted)
+        target = parse_device(device)
+        self._target_device = HOST if target is None or target == _META else target
+        self.embedding_bags = nn.ModuleDict(
+            {
+                table.name: HashEmbeddingBag(table, self._target_device)
+                for table in self._tables
+            }
+        )
+        self._output_names = [
+            name for names in embedding_names(self._tables) for name in names
+        ]
+        self._output_dims = [
+            table.embedding_dim for table in self._tables for _ in table.feature_names
+        ]
+        self._num_batches = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The meta device: where the parameters are, which is what TorchRec's planner and sharders ask for."""
+        return _META
+
+    @property
+    def target_device(self) -> torch.device:
+        """Where the unsharded collection keeps rows and computes."""
+        return self._bags()[0].rows_device
+
+    @property
+    def table_configs(self) -> tuple[TableConfig, ...]:
+        """The tables, resolved."""
+        return self._tables
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Copies of the configs that were given, with feature names filled in as TorchRec does."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether batches must carry a weight for each id."""
+        return self._is_weighted
+
+    def num_rows(self) -> dict[str, int]:
+        """Table name -> rows that are alive."""
+        return {bag.config.name: bag.num_rows for bag in self._bags()}
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Look up and pool.
+
+        Args:
+            features: KJT of int32 or int64 ids, keys in any order, further keys ignored; float32 weights if the
+                collection is weighted (ignored if not). Gradients reach the weights.
+
+        Returns:
+            KeyedTensor of float32 [B, sum of D over features] on `target_device`. SUM: sum of ``w * row``; MEAN: that,
+            divided by the number of ids, weighted or not; 0 for an empty bag.
+
+        Raises:
+            IdError: See `check_features`.
+            CapacityError: A training batch does not fit ``max_rows``.
+        """
+        check_features(
+            features, self._tables, self._is_weighted, where=type(self).__name__
+        )
+        batches = _by_table(
+            features, self._tables, self._is_weighted, self.target_device
+        )
+        rows = self._look_up([batch.ids_N for batch in batches])
+        pooled = [
+            column
+            for batch, r in zip(batches, rows, strict=True)
+            for column in _pool(batch, r)
+        ]
+        return KeyedTensor(
+            keys=self._output_names,
+            length_per_key=self._output_dims,
+            values=torch.cat(pooled, dim=1),
+        )
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """How many batches were trained (Adam's step)."""
+        return {"num_batches": self._num_batches}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """From a ``state_dict()``."""
+        self._num_batches = int(state["num_batches"])
+
+    def _bags(self) -> list[HashEmbeddingBag]:
+        return [cast(HashEmbeddingBag, bag) for bag in self.embedding_bags.values()]
+
+    def _look_up(self, ids: Sequence[Tensor]) -> list[Tensor]:
+        """For each table the rows float32 [N, D] of its ids, with a graph for those that train."""
+        is_training = self.training and torch.is_grad_enabled()
+        bags = self._bags()
+        trained = [
+            t for t, bag in enumerate(bags) if is_training and bag.weight.requires_grad
+        ]
+        for t in trained:
+            bags[t].check_room(ids[t], ordinal=self._num_batches + 1)
+        rows = [
+            None if t in trained else bag.read(ids[t]) for t, bag in enumerate(bags)
+        ]
+        if trained:
+            anchor = torch.zeros((), requires_grad=True)
+            looked_up = _TrainedRows.apply(
+                anchor, self, [bags[t] for t in trained], [ids[t] for t in trained]
+            )
+            for t, table_rows in zip(trained, looked_up, strict=True):
+                rows[t] = table_rows
+        return cast(list[Tensor], rows)
+
+    def _train(
+        self,
+        bags: Sequence[HashEmbeddingBag],
+        ids: Sequence[Tensor],
+        grads: Sequence[Tensor],
+    ) -> None:
+        """The step of one batch: all tables or none."""
+        ordinal = self._num_batches + 1
+        optimizers_of(bags)
+        for bag, ids_N in zip(bags, ids, strict=True):
+            bag.check_room(ids_N, ordinal=ordinal)
+        self._num_batches = ordinal
+        for bag, ids_N, grads_ND in zip(bags, ids, grads, strict=True):
+            bag.update(ids_N, grads_ND, ordinal=ordinal)
+
+
+class _TrainedRows(torch.autograd.Function):
+    """Rows of all tables of a batch as one node, so that one backward is one step of all tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        collection: HashEmbeddingBagCollection,
+        bags: list[HashEmbeddingBag],
+        ids: list[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """``anchor`` requires grad, so that autograd calls `backward` though no row is a tensor that it knows."""
+        ctx.collection, ctx.bags, ctx.ids = collection, bags, ids
+        return tuple(bag.read(ids_N) for bag, ids_N in zip(bags, ids, strict=True))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        """Step. Tables that the loss does not use get zeros, not None."""
+        if ctx.ids is None:
+            raise StateError(
+                "HashEmbeddingBagCollection: second backward through one forward, whose rows were already updated. "
+                "Add the losses and call backward once, or run the forward again."
+            )
+        collection, bags, ids = ctx.collection, ctx.bags, ctx.ids
+        collection._train(bags, ids, grads)
+        ctx.ids = None
+        return None, None, None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TableBatch:
+    """What one table sees of a batch: its features one after the other."""
+
+    ids_N: Tensor
+    """int64 [N], host memory."""
+    lengths: Tensor
+    """int64 [F, B] on the device of the rows."""
+    weights_N: Tensor | None
+    """float32 [N] on the device of the rows, with the graph of the user's weights."""
+    is_mean: bool
+
+
+def _by_table(
+    features: KeyedJaggedTensor,
+    tables: Sequence[TableConfig],
+    is_weighted: bool,
+    device: torch.device,
+) -> list[_TableBatch]:
+    keys = features.keys()
+    lengths = features.lengths().view(len(keys), -1).to(torch.int64)
+    counts = lengths.sum(dim=1).tolist()
+    ids = features.values().to(HOST, torch.int64).split(counts)
+    weights = features.weights().to(device).split(counts) if is_weighted else None
+    position = {key: k for k, key in enumerate(keys)}
+    batches = []
+    for table in tables:
+        used = [position[name] for name in table.feature_names]
+        batches.append(
+            _TableBatch(
+                ids_N=torch.cat([ids[k] for k in used]),
+                lengths=lengths[used].to(device),
+                weights_N=None
+                if weights is None
+                else torch.cat([weights[k] for k in used]),
+                is_mean=table.pooling == PoolingType.MEAN,
+            )
+        )
+    return batches
+
+
+def _pool(batch: _TableBatch, rows_ND: Tensor) -> Sequence[Tensor]:
+    """For each feature float32 [B, D]."""
+    num_features, batch_size = batch.lengths.shape
+    lengths = batch.lengths.flatten()
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    pooled = F.embedding_bag(
+        torch.arange(len(rows_ND), device=rows_ND.device),
+        rows_ND,
+        offsets,
+        mode="sum",
+        per_sample_weights=batch.weights_N,
+        include_last_offset=True,
+    )
+    if batch.is_mean:
+        pooled = pooled / lengths.clamp(min=1).unsqueeze(1)
+    return pooled.view(num_features, batch_size, rows_ND.shape[1]).unbind()

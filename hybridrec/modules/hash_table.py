@@ -1,0 +1,326 @@
+"""One unsharded hashed table: a dict from ids to rows of a growing tensor. The readable reference of a table shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridrec.config import TableConfig
+from hybridrec.errors import CapacityError, ConfigError
+from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.optimizer_rules import updated_rows
+from hybridrec.modules.nominal_parameter import conversion_probe, nominal_parameter
+from hybridrec.native import initial_rows, mix64, table_seed
+from hybridrec.native.protocol import ShardSpec
+from hybridrec.types import FullPolicy
+
+PROTECTED_BATCHES = 12
+"""A row used by one of that many last batches is never evicted (docs/design/transaction.md, "Order")."""
+
+
+class HashEmbeddingBag(nn.Module):
+    """The rows of one table, by id.
+
+    Reading changes nothing: an id without a row reads its initial row, a pure function of (seed, table name, id).
+    Rows come to life in `update`, when the backward of a training batch gives them a gradient, so a forward whose
+    graph is dropped leaves no trace.
+
+    Attributes:
+        weight: Nominal parameter [num_embeddings, D] on the meta device; holds no values. Optimizers are attached to
+            it, planners look at it.
+    """
+
+    def __init__(self, config: TableConfig, device: torch.device) -> None:
+        """
+        Args:
+            config: The table.
+            device: Where rows live.
+        """
+        super().__init__()
+        self.config = config
+        self.weight = nominal_parameter(config.num_embeddings, config.embedding_dim)
+        self._row_of_id: dict[int, int] = {}
+        self._score_of_id: dict[
+            int, int
+        ] = {}  # ordinal of the last batch that used the id
+        self._free_rows: list[int] = []
+        self._rows = torch.empty(
+            (0, config.embedding_dim), dtype=torch.float32, device=device
+        )
+        self._states: tuple[Tensor, ...] = ()
+        self._spec = ShardSpec(
+            name=config.name,
+            dim=config.embedding_dim,
+            num_row_states=0,
+            num_row_wise_states=0,
+            state_initial_values=(),
+            num_slots=0,
+            planned_rows=config.planned_rows,
+            table_seed=table_seed(config.seed, config.name),
+            **config.initializer.to_spec_fields(),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """R: rows that are alive."""
+        return len(self._row_of_id)
+
+    @property
+    def rows_device(self) -> torch.device:
+        """Where rows live and are looked up."""
+        return self._rows.device
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def read(self, ids_N: Tensor) -> Tensor:
+        """The rows of ids, initial rows for ids that have none. Changes nothing.
+
+        Args:
+            ids_N: int64 [N], host memory, repetitions allowed.
+
+        Returns:
+            float32 [N, D] on `rows_device`, a copy.
+        """
+        row_numbers = [self._row_of_id.get(i, -1) for i in ids_N.tolist()]
+        numbers_N = torch.tensor(row_numbers, dtype=torch.int64)
+        known = numbers_N >= 0
+        rows_ND = torch.empty(
+            (len(row_numbers), self.config.embedding_dim), device=self.rows_device
+        )
+        rows_ND[known.to(self.rows_device)] = self._rows[
+            numbers_N[known].to(self.rows_device)
+        ]
+        if not bool(known.all()):
+            initial = initial_rows(self._spec, mix64(ids_N[~known].contiguous()))
+            rows_ND[(~known).to(self.rows_device)] = initial.to(self.rows_device)
+        return rows_ND
+
+    def check_room(self, ids_N: Tensor, *, ordinal: int) -> None:
+        """Refuse a training batch whose new ids do not fit. Changes nothing.
+
+        Args:
+            ids_N: int64 [N], host memory: of the batch.
+            ordinal: The number that the batch would get.
+
+        Raises:
+            CapacityError: More rows than ``max_rows``, and none that may be evicted.
+        """
+        if self.config.max_rows is not None:
+            self._victims(set(ids_N.tolist()), ordinal=ordinal)
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def optimizer(self) -> tuple[OptimizerSpec, float]:
+        """What `apply_optimizer_in_backward` attached, and the learning rate in force now.
+
+        Raises:
+            ConfigError: None or several are attached, or an argument is not honoured.
+        """
+        name = self.config.name
+        classes = getattr(self.weight, "_optimizer_classes", [])
+        if len(classes) != 1:
+            problem = (
+                "has no optimizer: its rows would never learn"
+                if not classes
+                else (
+                    f"has {len(classes)} optimizers ({', '.join(c.__name__ for c in classes)})"
+                )
+            )
+            raise ConfigError(
+                f"table {name!r} {problem}. Call apply_optimizer_in_backward(torch.optim.Adagrad, "
+                "collection.parameters(), {'lr': ...}) once before training."
+            )
+        spec = OptimizerSpec.from_class(
+            classes[0], self.weight._optimizer_kwargs[0], table=name
+        )  # type: ignore[attr-defined]
+        # Schedulers write into the parameter groups of the attached optimizer, as for any parameter.
+        attached = self.weight._in_backward_optimizers[0]  # type: ignore[attr-defined]
+        return spec, float(attached.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def update(self, ids_N: Tensor, grads_ND: Tensor, *, ordinal: int) -> None:
+        """One optimizer step for every row of a batch, with the sum of the gradients of its occurrences.
+
+        Args:
+            ids_N: int64 [N], host memory.
+            grads_ND: float32 [N, D], of every occurrence, summed in order of position.
+            ordinal: Number of the batch: 1, 2, 3 ..
+
+        Raises:
+            ConfigError: See `optimizer`. CapacityError: See `check_room`. Nothing changed.
+        """
+        spec, learning_rate = self.optimizer()
+        unique_ids_U, inverse_N = torch.unique(ids_N, return_inverse=True)
+        grads_UD = grads_ND.new_zeros((len(unique_ids_U), self.config.embedding_dim))
+        grads_UD.index_add_(0, inverse_N.to(grads_ND.device), grads_ND)
+        numbers_U = self._rows_for(unique_ids_U, spec, ordinal=ordinal)
+        rows_UD, states = updated_rows(
+            spec,
+            self._rows[numbers_U],
+            [state[numbers_U] for state in self._states],
+            grads_UD,
+            step=ordinal,
+            learning_rate=learning_rate,
+        )
+        self._rows[numbers_U] = rows_UD
+        for state, new in zip(self._states, states, strict=True):
+            state[numbers_U] = new
+
+    def _rows_for(
+        self, unique_ids_U: Tensor, spec: OptimizerSpec, *, ordinal: int
+    ) -> Tensor:
+        """Row numbers int64 [U] on `rows_device`; new ids get rows that hold initial values."""
+        ids = unique_ids_U.tolist()
+        if self.config.max_rows is not None:
+            for victim in self._victims(set(ids), ordinal=ordinal):
+                self._free_rows.append(self._row_of_id.pop(victim))
+                del self._score_of_id[victim]
+        is_new = [i not in self._row_of_id for i in ids]
+        new_ids = unique_ids_U[torch.tensor(is_new, dtype=torch.bool)]
+        new_rows_UD = self.read(new_ids)
+        new_numbers = self._take_rows(len(new_ids), spec)
+        self._row_of_id.update(zip(new_ids.tolist(), new_numbers, strict=True))
+        self._score_of_id.update(dict.fromkeys(ids, ordinal))
+        numbers = torch.tensor(new_numbers, dtype=torch.int64, device=self.rows_device)
+        self._rows[numbers] = new_rows_UD
+        for state, row_state in zip(self._states, spec.row_states(), strict=True):
+            state[numbers] = row_state.initial_value
+        return torch.tensor(
+            [self._row_of_id[i] for i in ids],
+            dtype=torch.int64,
+            device=self.rows_device,
+        )
+
+    def _victims(self, ids: set[int], *, ordinal: int) -> list[int]:
+        """Ids whose rows must go so that a batch fits: lowest (score, key) first."""
+        config = self.config
+        max_rows = config.max_rows
+        assert max_rows is not None
+        needed = self.num_rows + sum(i not in self._row_of_id for i in ids) - max_rows
+        if needed <= 0:
+            return []
+        candidates: list[int] = []
+        if config.full_policy is FullPolicy.EVICT:
+            last = ordinal - PROTECTED_BATCHES
+            candidates = [
+                i
+                for i, score in self._score_of_id.items()
+                if score < last and i not in ids
+            ]
+        if needed > len(candidates):
+            evictable = (
+                f" and only {len(candidates):,} may be evicted"
+                if config.full_policy is FullPolicy.EVICT
+                else ""
+            )
+            raise CapacityError(
+                f"table {config.name!r}: the batch needs {self.num_rows + sum(i not in self._row_of_id for i in ids):,} "
+                f"rows but max_rows={max_rows:,}{evictable}. Raise max_rows, or set full_policy='grow' (no limit) or "
+                f"'evict' (drops rows unused for {PROTECTED_BATCHES} batches). The batch was not trained."
+            )
+        keys = mix64(torch.tensor(candidates, dtype=torch.int64)).tolist()
+        order = sorted(
+            (self._score_of_id[i], key % 2**64, i)
+            for i, key in zip(candidates, keys, strict=True)
+        )
+        return [i for _, _, i in order[:needed]]
+
+    def _take_rows(self, count: int, spec: OptimizerSpec) -> list[int]:
+        """Numbers of ``count`` free rows; the tensors grow to twice what is needed."""
+        if not self._states:
+            self._states = tuple(
+                self._rows.new_empty(
+                    (len(self._rows),) if s.is_row_wise else self._rows.shape
+                )
+                for s in spec.row_states()
+            )
+        missing = count - len(self._free_rows)
+        if missing > 0:
+            old = len(self._rows)
+            self._free_rows[:0] = range(old + missing + old - 1, old - 1, -1)
+            self._rows, *states = (
+                _grown(t, old + missing + old) for t in (self._rows, *self._states)
+            )
+            self._states = tuple(states)
+        return [self._free_rows.pop() for _ in range(count)]
+
+    # ---- what torch.nn.Module asks ---------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Rows for ``state_dict()``: ids int64 [R], rows float32 [R, D], states, scores int64 [R]."""
+        ids = list(self._row_of_id)
+        numbers = torch.tensor(
+            [self._row_of_id[i] for i in ids],
+            dtype=torch.int64,
+            device=self.rows_device,
+        )
+        return {
+            "ids": torch.tensor(ids, dtype=torch.int64),
+            "scores": torch.tensor(
+                [self._score_of_id[i] for i in ids], dtype=torch.int64
+            ),
+            "rows": self._rows[numbers],
+            "states": [state[numbers] for state in self._states],
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Replace all rows by those of a ``state_dict()``.
+
+        Raises:
+            ConfigError: The rows have another dim.
+        """
+        ids, rows = state["ids"].tolist(), state["rows"]
+        if tuple(rows.shape) != (len(ids), self.config.embedding_dim):
+            raise ConfigError(
+                f"table {self.config.name!r}: the state_dict has rows of shape {list(rows.shape)} for {len(ids):,} ids, "
+                f"the table has embedding_dim={self.config.embedding_dim}. Load it into the config it was saved with."
+            )
+        self._row_of_id = {i: row for row, i in enumerate(ids)}
+        self._score_of_id = dict(zip(ids, state["scores"].tolist(), strict=True))
+        self._free_rows = []
+        self._rows = rows.detach().to(self.rows_device, copy=True)
+        self._states = tuple(
+            s.detach().to(self.rows_device, copy=True) for s in state["states"]
+        )
+
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> HashEmbeddingBag:
+        """``model.to(device)`` moves the rows; the nominal parameter stays on the meta device."""
+        moved = fn(conversion_probe(self.config.embedding_dim, self._rows))
+        if moved.dtype != torch.float32:
+            raise ConfigError(
+                f"table {self.config.name!r}: rows of hashed tables are float32, they cannot become {moved.dtype}. "
+                "Convert the dense part of the model alone, or use autocast."
+            )
+        if moved.device.type != "meta":
+            self._rows, self._states = (
+                fn(self._rows),
+                tuple(fn(state) for state in self._states),
+            )
+        return self
+
+    def extra_repr(self) -> str:
+        """As `torch.nn.EmbeddingBag` prints it."""
+        config = self.config
+        return f"{config.num_embeddings}, {config.embedding_dim}, mode={config.pooling.value.lower()!r}"
+
+
+def _grown(tensor: Tensor, num_rows: int) -> Tensor:
+    grown = tensor.new_empty((num_rows, *tensor.shape[1:]))
+    grown[: len(tensor)] = tensor
+    return grown
+
+
+def optimizers_of(tables: Sequence[HashEmbeddingBag]) -> None:
+    """Check that every table can be trained, before any is changed.
+
+    Raises:
+        ConfigError: See `HashEmbeddingBag.optimizer`.
+    """
+    for table in tables:
+        table.optimizer()

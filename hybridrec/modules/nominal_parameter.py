@@ -1,0 +1,108 @@
+"""A parameter that TorchRec's planner and optimizers can look at, and that nobody can turn into memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrec.errors import ConfigError
+
+_META = torch.device("meta")
+_MATERIALISING = frozenset(
+    {
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+    }
+    | {
+        torch.randint_like,
+        torch.Tensor.new_empty,
+        torch.Tensor.new_zeros,
+        torch.Tensor.new_ones,
+        torch.Tensor.new_full,
+    }
+    | {torch.Tensor.new_tensor, torch.Tensor.new_empty_strided}
+)
+
+
+class NominalParameter(nn.Parameter):
+    """A weight of nominal shape ``[num_embeddings, D]`` on the meta device: 10**12 rows cost nothing.
+
+    It carries what others attach to a parameter (`apply_optimizer_in_backward`, the planner) through deepcopy and
+    pickle, and refuses to be materialised: `DistributedModelParallel` does that with each meta parameter of a module
+    that it did not shard, which would silently turn a hashed table into a dense one, or take all memory.
+    """
+
+    def __new__(
+        cls, data: torch.Tensor, requires_grad: bool = True
+    ) -> NominalParameter:
+        """Wrap a tensor; on the meta device unless the caller probes a conversion."""
+        return torch.Tensor._make_subclass(cls, data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run any function as on a plain tensor, but refuse those that would allocate the nominal shape."""
+        kwargs = kwargs or {}
+        if (
+            func in _MATERIALISING
+            and torch.device(kwargs.get("device") or _META) != _META
+        ):
+            raise ConfigError(_not_sharded())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NominalParameter:
+        """Copy with all attributes; their references to this parameter become references to the copy."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        result = type(self)(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = result
+        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle shape and attributes; the state comes last, as attributes may refer to this parameter."""
+        return nominal_parameter, (*self.shape, self.requires_grad), dict(self.__dict__)
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Attributes from a pickle."""
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Say what it is rather than print values that do not exist."""
+        return f"NominalParameter(shape={list(self.shape)}, requires_grad={self.requires_grad})"
+
+
+def nominal_parameter(
+    num_embeddings: int, dim: int, requires_grad: bool = True
+) -> NominalParameter:
+    """A float32 [num_embeddings, dim] parameter without memory."""
+    data = torch.empty((num_embeddings, dim), device=_META, dtype=torch.float32)
+    return NominalParameter(data, requires_grad)
+
+
+def conversion_probe(dim: int, like: torch.Tensor) -> NominalParameter:
+    """A parameter of no rows where ``like`` is: tells moves (harmless) from ``to_empty`` (refused) before rows move."""
+    return NominalParameter(like.new_empty((0, dim)), requires_grad=False)
+
+
+def _not_sharded() -> str:
+    return (
+        "this HashEmbeddingBagCollection was not sharded: DistributedModelParallel got no sharder for "
+        "'HashEmbeddingBagCollection' or an empty plan, and now materialises its nominal parameters as dense memory. "
+        "Pass sharders=get_default_hybrid_sharders(host_env) to both the planner (EmbeddingShardingPlanner."
+        "collective_plan or .plan) and DistributedModelParallel."
+    )
