@@ -15,13 +15,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
 from hybridrec.errors import ConfigError
-from hybridrec.store.initializer import (
-    Bank,
-    Constant,
-    Normal,
-    Uniform,
-    bank_from_init_fn,
-)
+from hybridrec.store.initializer import Bank, Constant, Normal, Uniform, bank_from_init_fn
 from hybridrec.types import FullPolicy
 
 MAX_EMBEDDING_DIM = 2048
@@ -86,9 +80,7 @@ class HashEmbeddingBagConfig(EmbeddingBagConfig):
             self.init_fn = None
             _Fields(self).check()
             self.init_fn = _DefaultInitFn(
-                torch.nn.init.uniform_,
-                a=self.get_weight_init_min(),
-                b=self.get_weight_init_max(),
+                torch.nn.init.uniform_, a=self.get_weight_init_min(), b=self.get_weight_init_max()
             )
         else:
             _Fields(self).check()
@@ -154,14 +146,10 @@ def resolve_tables(tables: Sequence[EmbeddingBagConfig]) -> tuple[TableConfig, .
             f"tables: got {type(tables).__name__}. Pass a list of HashEmbeddingBagConfig, also for a single table."
         )
     if not tables:
-        raise ConfigError(
-            "tables: the list is empty. A collection needs at least one HashEmbeddingBagConfig."
-        )
+        raise ConfigError("tables: the list is empty. A collection needs at least one HashEmbeddingBagConfig.")
     resolved = tuple(resolve_table(table) for table in tables)
     _check_unique("table name", [table.name for table in resolved])
-    _check_unique(
-        "output name", [name for names in embedding_names(resolved) for name in names]
-    )
+    _check_unique("output name", [name for names in embedding_names(resolved) for name in names])
     return resolved
 
 
@@ -170,13 +158,8 @@ def embedding_names(tables: Sequence[TableConfig]) -> list[list[str]]:
 
     Source: TorchRec 1.8 ``get_embedding_names_by_table``, same rule.
     """
-    uses = collections.Counter(
-        feature for table in tables for feature in table.feature_names
-    )
-    return [
-        [f"{f}@{table.name}" if uses[f] > 1 else f for f in table.feature_names]
-        for table in tables
-    ]
+    uses = collections.Counter(feature for table in tables for feature in table.feature_names)
+    return [[f"{f}@{table.name}" if uses[f] > 1 else f for f in table.feature_names] for table in tables]
 
 
 def shard_rows(planned_rows: int, world_size: int) -> int:
@@ -192,9 +175,7 @@ def shard_rows(planned_rows: int, world_size: int) -> int:
     if world_size == 1:
         return planned_rows
     share = -(-planned_rows // world_size)
-    margin = (
-        math.isqrt(-(-16 * planned_rows // world_size) - 1) + 1
-    )  # ceil(sqrt(16 p / W))
+    margin = math.isqrt(-(-16 * planned_rows // world_size) - 1) + 1  # ceil(sqrt(16 p / W))
     return min(planned_rows, share + margin)
 
 
@@ -253,9 +234,7 @@ class _Fields:
                 raise TypeError
             return operator.index(value)
         except TypeError:
-            raise self._error(
-                field_name, f"has type {type(value).__name__}", "Pass an int."
-            ) from None
+            raise self._error(field_name, f"has type {type(value).__name__}", "Pass an int.") from None
 
     def _count(self, field_name: str) -> int | None:
         """A positive int or None; also None if the config class lacks the field."""
@@ -263,11 +242,7 @@ class _Fields:
             return None
         count = self._int(field_name)
         if count < 1:
-            raise self._error(
-                field_name,
-                "is not positive",
-                "Pass an int >= 1, or None for the default.",
-            )
+            raise self._error(field_name, "is not positive", "Pass an int >= 1, or None for the default.")
         return count
 
     def _check_name(self) -> None:
@@ -280,27 +255,15 @@ class _Fields:
         if "." in name:
             raise self._error("name", "contains '.'", remedy)
         if hasattr(nn.ModuleDict, name):
-            raise self._error(
-                "name",
-                "is an attribute of torch.nn.ModuleDict, which holds the tables",
-                "Rename it.",
-            )
+            raise self._error("name", "is an attribute of torch.nn.ModuleDict, which holds the tables", "Rename it.")
 
     def _num_embeddings(self) -> int:
         dim = self._int("embedding_dim")
         if not 1 <= dim <= MAX_EMBEDDING_DIM:
-            raise self._error(
-                "embedding_dim",
-                "is out of range",
-                f"Accepted: 1 to {MAX_EMBEDDING_DIM:,}.",
-            )
+            raise self._error("embedding_dim", "is out of range", f"Accepted: 1 to {MAX_EMBEDDING_DIM:,}.")
         num_embeddings = self._int("num_embeddings")
         if num_embeddings < 1:
-            raise self._error(
-                "num_embeddings",
-                "is not positive",
-                "Pass an int >= 1; it may be nominal.",
-            )
+            raise self._error("num_embeddings", "is not positive", "Pass an int >= 1; it may be nominal.")
         most = (NOMINAL_BYTES_LIMIT - 1) // (4 * dim)
         if num_embeddings > most:
             raise self._error(
@@ -314,46 +277,26 @@ class _Fields:
     def _features(self) -> tuple[str, ...]:
         names = self._config.feature_names
         if not isinstance(names, (list, tuple)):
-            raise self._error(
-                "feature_names",
-                f"has type {type(names).__name__}",
-                "Pass a list of str.",
-            )
+            raise self._error("feature_names", f"has type {type(names).__name__}", "Pass a list of str.")
         for name in names:
             if not isinstance(name, str) or not name:
-                raise self._error(
-                    "feature_names",
-                    f"has the entry {name!r}",
-                    "Every entry is a non-empty str.",
-                )
+                raise self._error("feature_names", f"has the entry {name!r}", "Every entry is a non-empty str.")
         if len(set(names)) != len(names):
             repeated = next(name for name in names if names.count(name) > 1)
-            raise self._error(
-                "feature_names",
-                f"names {repeated!r} twice",
-                "Name each feature once a table.",
-            )
+            raise self._error("feature_names", f"names {repeated!r} twice", "Name each feature once a table.")
         return tuple(names) or (self._config.name,)  # TorchRec's default
 
     def _check_kind(self) -> None:
         config = self._config
         if config.data_type != DataType.FP32:
-            raise self._error(
-                "data_type", "is not available for hashed tables", "Use DataType.FP32."
-            )
+            raise self._error("data_type", "is not available for hashed tables", "Use DataType.FP32.")
         if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-            raise self._error(
-                "pooling",
-                "is not available",
-                "Use PoolingType.SUM or PoolingType.MEAN.",
-            )
+            raise self._error("pooling", "is not available", "Use PoolingType.SUM or PoolingType.MEAN.")
         for field_name, neutral in _UNSUPPORTED_FIELDS.items():
             value = getattr(config, field_name, neutral)  # TorchRec 1.5 lacks some
             if value is not neutral and value != neutral:
                 raise self._error(
-                    field_name,
-                    "is not honoured by hashed tables",
-                    f"Leave it at its default, {neutral!r}.",
+                    field_name, "is not honoured by hashed tables", f"Leave it at its default, {neutral!r}."
                 )
 
     def _capacity(self) -> tuple[int | None, FullPolicy]:
@@ -363,9 +306,7 @@ class _Fields:
             full_policy = FullPolicy(policy)
         except ValueError:
             allowed = ", ".join(repr(p.value) for p in FullPolicy)
-            raise self._error(
-                "full_policy", "is unknown", f"Accepted: {allowed}."
-            ) from None
+            raise self._error("full_policy", "is unknown", f"Accepted: {allowed}.") from None
         if full_policy is FullPolicy.GROW and max_rows is not None:
             raise self._error(
                 "max_rows",
@@ -384,9 +325,7 @@ class _Fields:
             return 0
         seed = self._int("seed")
         if not -(2**63) <= seed < 2**63:
-            raise self._error(
-                "seed", "does not fit in int64", "Accepted: -2**63 to 2**63 - 1."
-            )
+            raise self._error("seed", "does not fit in int64", "Accepted: -2**63 to 2**63 - 1.")
         return seed
 
     def _initializer_source(self) -> str:
@@ -407,11 +346,7 @@ class _Fields:
             given.append("weight_init_min and weight_init_max")
         if config.init_fn is not None and not self._is_default_init_fn():
             if not callable(config.init_fn):
-                raise self._error(
-                    "init_fn",
-                    "is not callable",
-                    "Pass a function of a tensor, or None.",
-                )
+                raise self._error("init_fn", "is not callable", "Pass a function of a tensor, or None.")
             given.append("init_fn")
         if len(given) > 1:
             raise ConfigError(
@@ -424,9 +359,7 @@ class _Fields:
         low, high = self._config.weight_init_min, self._config.weight_init_max
         if low is None or high is None:
             has, lacks = (
-                ("weight_init_max", "weight_init_min")
-                if low is None
-                else ("weight_init_min", "weight_init_max")
+                ("weight_init_max", "weight_init_min") if low is None else ("weight_init_min", "weight_init_max")
             )
             raise self._error(
                 has,
@@ -445,10 +378,7 @@ class _Fields:
         init_fn = self._config.init_fn
         if isinstance(init_fn, _DefaultInitFn):
             return True
-        default_range = {
-            "a": self._config.get_weight_init_min(),
-            "b": self._config.get_weight_init_max(),
-        }
+        default_range = {"a": self._config.get_weight_init_min(), "b": self._config.get_weight_init_max()}
         return _uniform_range(init_fn) == default_range
 
     def _initializer(self, dim: int) -> Initializer:
@@ -466,11 +396,7 @@ class _Fields:
 
 def _uniform_range(init_fn: Callable[..., Any] | None) -> dict[str, float] | None:
     """``{"a": low, "b": high}`` if the function is ``partial(torch.nn.init.uniform_, a=low, b=high)``, else None."""
-    if (
-        not isinstance(init_fn, functools.partial)
-        or init_fn.func is not torch.nn.init.uniform_
-        or init_fn.args
-    ):
+    if not isinstance(init_fn, functools.partial) or init_fn.func is not torch.nn.init.uniform_ or init_fn.args:
         return None
     return dict(init_fn.keywords) if set(init_fn.keywords) == {"a", "b"} else None
 

@@ -52,10 +52,7 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
     """
 
     def __init__(
-        self,
-        tables: list[EmbeddingBagConfig],
-        is_weighted: bool = False,
-        device: str | torch.device | None = None,
+        self, tables: list[EmbeddingBagConfig], is_weighted: bool = False, device: str | torch.device | None = None
     ) -> None:
         """
         Args:
@@ -75,17 +72,10 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
         target = parse_device(device)
         self._target_device = HOST if target is None or target == _META else target
         self.embedding_bags = nn.ModuleDict(
-            {
-                table.name: HashEmbeddingBag(table, self._target_device)
-                for table in self._tables
-            }
+            {table.name: HashEmbeddingBag(table, self._target_device) for table in self._tables}
         )
-        self._output_names = [
-            name for names in embedding_names(self._tables) for name in names
-        ]
-        self._output_dims = [
-            table.embedding_dim for table in self._tables for _ in table.feature_names
-        ]
+        self._output_names = [name for names in embedding_names(self._tables) for name in names]
+        self._output_dims = [table.embedding_dim for table in self._tables for _ in table.feature_names]
         self._num_batches = 0
 
     @property
@@ -130,23 +120,11 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
             IdError: See `check_features`.
             CapacityError: A training batch does not fit ``max_rows``.
         """
-        check_features(
-            features, self._tables, self._is_weighted, where=type(self).__name__
-        )
-        batches = _by_table(
-            features, self._tables, self._is_weighted, self.target_device
-        )
+        check_features(features, self._tables, self._is_weighted, where=type(self).__name__)
+        batches = _by_table(features, self._tables, self._is_weighted, self.target_device)
         rows = self._look_up([batch.ids_N for batch in batches])
-        pooled = [
-            column
-            for batch, r in zip(batches, rows, strict=True)
-            for column in _pool(batch, r)
-        ]
-        return KeyedTensor(
-            keys=self._output_names,
-            length_per_key=self._output_dims,
-            values=torch.cat(pooled, dim=1),
-        )
+        pooled = [column for batch, r in zip(batches, rows, strict=True) for column in _pool(batch, r)]
+        return KeyedTensor(keys=self._output_names, length_per_key=self._output_dims, values=torch.cat(pooled, dim=1))
 
     def get_extra_state(self) -> dict[str, Any]:
         """How many batches were trained (Adam's step)."""
@@ -163,29 +141,18 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
         """For each table the rows float32 [N, D] of its ids, with a graph for those that train."""
         is_training = self.training and torch.is_grad_enabled()
         bags = self._bags()
-        trained = [
-            t for t, bag in enumerate(bags) if is_training and bag.weight.requires_grad
-        ]
+        trained = [t for t, bag in enumerate(bags) if is_training and bag.weight.requires_grad]
         for t in trained:
             bags[t].check_room(ids[t], ordinal=self._num_batches + 1)
-        rows = [
-            None if t in trained else bag.read(ids[t]) for t, bag in enumerate(bags)
-        ]
+        rows = [None if t in trained else bag.read(ids[t]) for t, bag in enumerate(bags)]
         if trained:
             anchor = torch.zeros((), requires_grad=True)
-            looked_up = _TrainedRows.apply(
-                anchor, self, [bags[t] for t in trained], [ids[t] for t in trained]
-            )
+            looked_up = _TrainedRows.apply(anchor, self, [bags[t] for t in trained], [ids[t] for t in trained])
             for t, table_rows in zip(trained, looked_up, strict=True):
                 rows[t] = table_rows
         return cast(list[Tensor], rows)
 
-    def _train(
-        self,
-        bags: Sequence[HashEmbeddingBag],
-        ids: Sequence[Tensor],
-        grads: Sequence[Tensor],
-    ) -> None:
+    def _train(self, bags: Sequence[HashEmbeddingBag], ids: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """The step of one batch: all tables or none."""
         ordinal = self._num_batches + 1
         optimizers_of(bags)
@@ -240,10 +207,7 @@ class _TableBatch:
 
 
 def _by_table(
-    features: KeyedJaggedTensor,
-    tables: Sequence[TableConfig],
-    is_weighted: bool,
-    device: torch.device,
+    features: KeyedJaggedTensor, tables: Sequence[TableConfig], is_weighted: bool, device: torch.device
 ) -> list[_TableBatch]:
     keys = features.keys()
     lengths = features.lengths().view(len(keys), -1).to(torch.int64)
@@ -258,9 +222,7 @@ def _by_table(
             _TableBatch(
                 ids_N=torch.cat([ids[k] for k in used]),
                 lengths=lengths[used].to(device),
-                weights_N=None
-                if weights is None
-                else torch.cat([weights[k] for k in used]),
+                weights_N=None if weights is None else torch.cat([weights[k] for k in used]),
                 is_mean=table.pooling == PoolingType.MEAN,
             )
         )

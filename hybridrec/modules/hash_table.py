@@ -43,13 +43,9 @@ class HashEmbeddingBag(nn.Module):
         self.config = config
         self.weight = nominal_parameter(config.num_embeddings, config.embedding_dim)
         self._row_of_id: dict[int, int] = {}
-        self._score_of_id: dict[
-            int, int
-        ] = {}  # ordinal of the last batch that used the id
+        self._score_of_id: dict[int, int] = {}  # ordinal of the last batch that used the id
         self._free_rows: list[int] = []
-        self._rows = torch.empty(
-            (0, config.embedding_dim), dtype=torch.float32, device=device
-        )
+        self._rows = torch.empty((0, config.embedding_dim), dtype=torch.float32, device=device)
         self._states: tuple[Tensor, ...] = ()
         self._spec = ShardSpec(
             name=config.name,
@@ -88,12 +84,8 @@ class HashEmbeddingBag(nn.Module):
         row_numbers = [self._row_of_id.get(i, -1) for i in ids_N.tolist()]
         numbers_N = torch.tensor(row_numbers, dtype=torch.int64)
         known = numbers_N >= 0
-        rows_ND = torch.empty(
-            (len(row_numbers), self.config.embedding_dim), device=self.rows_device
-        )
-        rows_ND[known.to(self.rows_device)] = self._rows[
-            numbers_N[known].to(self.rows_device)
-        ]
+        rows_ND = torch.empty((len(row_numbers), self.config.embedding_dim), device=self.rows_device)
+        rows_ND[known.to(self.rows_device)] = self._rows[numbers_N[known].to(self.rows_device)]
         if not bool(known.all()):
             initial = initial_rows(self._spec, mix64(ids_N[~known].contiguous()))
             rows_ND[(~known).to(self.rows_device)] = initial.to(self.rows_device)
@@ -126,17 +118,13 @@ class HashEmbeddingBag(nn.Module):
             problem = (
                 "has no optimizer: its rows would never learn"
                 if not classes
-                else (
-                    f"has {len(classes)} optimizers ({', '.join(c.__name__ for c in classes)})"
-                )
+                else (f"has {len(classes)} optimizers ({', '.join(c.__name__ for c in classes)})")
             )
             raise ConfigError(
                 f"table {name!r} {problem}. Call apply_optimizer_in_backward(torch.optim.Adagrad, "
                 "collection.parameters(), {'lr': ...}) once before training."
             )
-        spec = OptimizerSpec.from_class(
-            classes[0], self.weight._optimizer_kwargs[0], table=name
-        )  # type: ignore[attr-defined]
+        spec = OptimizerSpec.from_class(classes[0], self.weight._optimizer_kwargs[0], table=name)  # type: ignore[attr-defined]
         # Schedulers write into the parameter groups of the attached optimizer, as for any parameter.
         attached = self.weight._in_backward_optimizers[0]  # type: ignore[attr-defined]
         return spec, float(attached.param_groups[0]["lr"])
@@ -170,9 +158,7 @@ class HashEmbeddingBag(nn.Module):
         for state, new in zip(self._states, states, strict=True):
             state[numbers_U] = new
 
-    def _rows_for(
-        self, unique_ids_U: Tensor, spec: OptimizerSpec, *, ordinal: int
-    ) -> Tensor:
+    def _rows_for(self, unique_ids_U: Tensor, spec: OptimizerSpec, *, ordinal: int) -> Tensor:
         """Row numbers int64 [U] on `rows_device`; new ids get rows that hold initial values."""
         ids = unique_ids_U.tolist()
         if self.config.max_rows is not None:
@@ -189,11 +175,7 @@ class HashEmbeddingBag(nn.Module):
         self._rows[numbers] = new_rows_UD
         for state, row_state in zip(self._states, spec.row_states(), strict=True):
             state[numbers] = row_state.initial_value
-        return torch.tensor(
-            [self._row_of_id[i] for i in ids],
-            dtype=torch.int64,
-            device=self.rows_device,
-        )
+        return torch.tensor([self._row_of_id[i] for i in ids], dtype=torch.int64, device=self.rows_device)
 
     def _victims(self, ids: set[int], *, ordinal: int) -> list[int]:
         """Ids whose rows must go so that a batch fits: lowest (score, key) first."""
@@ -206,16 +188,10 @@ class HashEmbeddingBag(nn.Module):
         candidates: list[int] = []
         if config.full_policy is FullPolicy.EVICT:
             last = ordinal - PROTECTED_BATCHES
-            candidates = [
-                i
-                for i, score in self._score_of_id.items()
-                if score < last and i not in ids
-            ]
+            candidates = [i for i, score in self._score_of_id.items() if score < last and i not in ids]
         if needed > len(candidates):
             evictable = (
-                f" and only {len(candidates):,} may be evicted"
-                if config.full_policy is FullPolicy.EVICT
-                else ""
+                f" and only {len(candidates):,} may be evicted" if config.full_policy is FullPolicy.EVICT else ""
             )
             raise CapacityError(
                 f"table {config.name!r}: the batch needs {self.num_rows + sum(i not in self._row_of_id for i in ids):,} "
@@ -223,28 +199,21 @@ class HashEmbeddingBag(nn.Module):
                 f"'evict' (drops rows unused for {PROTECTED_BATCHES} batches). The batch was not trained."
             )
         keys = mix64(torch.tensor(candidates, dtype=torch.int64)).tolist()
-        order = sorted(
-            (self._score_of_id[i], key % 2**64, i)
-            for i, key in zip(candidates, keys, strict=True)
-        )
+        order = sorted((self._score_of_id[i], key % 2**64, i) for i, key in zip(candidates, keys, strict=True))
         return [i for _, _, i in order[:needed]]
 
     def _take_rows(self, count: int, spec: OptimizerSpec) -> list[int]:
         """Numbers of ``count`` free rows; the tensors grow to twice what is needed."""
         if not self._states:
             self._states = tuple(
-                self._rows.new_empty(
-                    (len(self._rows),) if s.is_row_wise else self._rows.shape
-                )
+                self._rows.new_empty((len(self._rows),) if s.is_row_wise else self._rows.shape)
                 for s in spec.row_states()
             )
         missing = count - len(self._free_rows)
         if missing > 0:
             old = len(self._rows)
             self._free_rows[:0] = range(old + missing + old - 1, old - 1, -1)
-            self._rows, *states = (
-                _grown(t, old + missing + old) for t in (self._rows, *self._states)
-            )
+            self._rows, *states = (_grown(t, old + missing + old) for t in (self._rows, *self._states))
             self._states = tuple(states)
         return [self._free_rows.pop() for _ in range(count)]
 
@@ -253,16 +222,10 @@ class HashEmbeddingBag(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Rows for ``state_dict()``: ids int64 [R], rows float32 [R, D], states, scores int64 [R]."""
         ids = list(self._row_of_id)
-        numbers = torch.tensor(
-            [self._row_of_id[i] for i in ids],
-            dtype=torch.int64,
-            device=self.rows_device,
-        )
+        numbers = torch.tensor([self._row_of_id[i] for i in ids], dtype=torch.int64, device=self.rows_device)
         return {
             "ids": torch.tensor(ids, dtype=torch.int64),
-            "scores": torch.tensor(
-                [self._score_of_id[i] for i in ids], dtype=torch.int64
-            ),
+            "scores": torch.tensor([self._score_of_id[i] for i in ids], dtype=torch.int64),
             "rows": self._rows[numbers],
             "states": [state[numbers] for state in self._states],
         }
@@ -283,13 +246,9 @@ class HashEmbeddingBag(nn.Module):
         self._score_of_id = dict(zip(ids, state["scores"].tolist(), strict=True))
         self._free_rows = []
         self._rows = rows.detach().to(self.rows_device, copy=True)
-        self._states = tuple(
-            s.detach().to(self.rows_device, copy=True) for s in state["states"]
-        )
+        self._states = tuple(s.detach().to(self.rows_device, copy=True) for s in state["states"])
 
-    def _apply(
-        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> HashEmbeddingBag:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HashEmbeddingBag:
         """``model.to(device)`` moves the rows; the nominal parameter stays on the meta device."""
         moved = fn(conversion_probe(self.config.embedding_dim, self._rows))
         if moved.dtype != torch.float32:
@@ -298,10 +257,7 @@ class HashEmbeddingBag(nn.Module):
                 "Convert the dense part of the model alone, or use autocast."
             )
         if moved.device.type != "meta":
-            self._rows, self._states = (
-                fn(self._rows),
-                tuple(fn(state) for state in self._states),
-            )
+            self._rows, self._states = (fn(self._rows), tuple(fn(state) for state in self._states))
         return self
 
     def extra_repr(self) -> str:

@@ -14,12 +14,7 @@ from hybridrec.errors import IdError
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
-def check_features(
-    features: KeyedJaggedTensor,
-    tables: Sequence[TableConfig],
-    is_weighted: bool,
-    where: str,
-) -> None:
+def check_features(features: KeyedJaggedTensor, tables: Sequence[TableConfig], is_weighted: bool, where: str) -> None:
     """Refuse a batch that cannot be looked up exactly. Reads the batch, changes nothing.
 
     Args:
@@ -41,10 +36,7 @@ def check_features(
     _check_keys(features.keys(), tables, where)
     _check_ids(features.values(), where)
     # TorchRec derives lengths from offsets and the other way round; the flag says that bags differ from key to key.
-    if (
-        features.variable_stride_per_key()
-        or features.inverse_indices_or_none() is not None
-    ):
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
         raise IdError(
             f"{where}: the batch has a variable batch size per feature (VBE: stride_per_key_per_rank or "
             "inverse_indices), which hashed collections do not read. Pass a KeyedJaggedTensor of one batch size."
@@ -58,15 +50,8 @@ def _check_keys(keys: Sequence[str], tables: Sequence[TableConfig], where: str) 
     present = set(keys)
     if len(present) != len(keys):
         repeated = sorted({key for key in keys if keys.count(key) > 1})
-        raise IdError(
-            f"{where}: the batch has feature {repeated[0]!r} more than once. Name each feature once."
-        )
-    missing = [
-        (f, table.name)
-        for table in tables
-        for f in table.feature_names
-        if f not in present
-    ]
+        raise IdError(f"{where}: the batch has feature {repeated[0]!r} more than once. Name each feature once.")
+    missing = [(f, table.name) for table in tables for f in table.feature_names if f not in present]
     if missing:
         wanted = ", ".join(f"{feature!r} (table {name!r})" for feature, name in missing)
         raise IdError(
@@ -82,9 +67,7 @@ def _check_ids(values: Tensor, where: str) -> None:
             "values.to(torch.int64); uint64 hashes keep their bits with values.view(torch.int64)."
         )
     if values.dim() != 1:
-        raise IdError(
-            f"{where}: ids have shape {list(values.shape)}. Pass a tensor of one dimension."
-        )
+        raise IdError(f"{where}: ids have shape {list(values.shape)}. Pass a tensor of one dimension.")
 
 
 def _check_lengths(features: KeyedJaggedTensor, where: str) -> None:
@@ -104,13 +87,9 @@ def _check_lengths(features: KeyedJaggedTensor, where: str) -> None:
         shortest, total = 0, 0
     else:
         # One transfer, should lengths be on a device.
-        shortest, total = torch.stack(
-            (lengths.min().to(torch.int64), lengths.sum(dtype=torch.int64))
-        ).tolist()
+        shortest, total = torch.stack((lengths.min().to(torch.int64), lengths.sum(dtype=torch.int64))).tolist()
     if shortest < 0:
-        raise IdError(
-            f"{where}: a length is {shortest:,}. Lengths are counts of ids: pass numbers >= 0."
-        )
+        raise IdError(f"{where}: a length is {shortest:,}. Lengths are counts of ids: pass numbers >= 0.")
     num_ids = features.values().numel()
     if total != num_ids:
         raise IdError(
@@ -127,9 +106,7 @@ def _check_weights(features: KeyedJaggedTensor, where: str) -> None:
             "build the collection with is_weighted=False."
         )
     if weights.dtype != torch.float32:
-        raise IdError(
-            f"{where}: weights have dtype {weights.dtype}. Accepted: torch.float32. Use weights.float()."
-        )
+        raise IdError(f"{where}: weights have dtype {weights.dtype}. Accepted: torch.float32. Use weights.float().")
     num_ids = features.values().numel()
     if weights.dim() != 1 or weights.numel() != num_ids:
         raise IdError(

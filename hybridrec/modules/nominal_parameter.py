@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -13,21 +13,8 @@ from hybridrec.errors import ConfigError
 
 _META = torch.device("meta")
 _MATERIALISING = frozenset(
-    {
-        torch.empty_like,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        torch.rand_like,
-        torch.randn_like,
-    }
-    | {
-        torch.randint_like,
-        torch.Tensor.new_empty,
-        torch.Tensor.new_zeros,
-        torch.Tensor.new_ones,
-        torch.Tensor.new_full,
-    }
+    {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
+    | {torch.randint_like, torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full}
     | {torch.Tensor.new_tensor, torch.Tensor.new_empty_strided}
 )
 
@@ -40,9 +27,7 @@ class NominalParameter(nn.Parameter):
     that it did not shard, which would silently turn a hashed table into a dense one, or take all memory.
     """
 
-    def __new__(
-        cls, data: torch.Tensor, requires_grad: bool = True
-    ) -> NominalParameter:
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Self:
         """Wrap a tensor; on the meta device unless the caller probes a conversion."""
         return torch.Tensor._make_subclass(cls, data, requires_grad)
 
@@ -56,10 +41,7 @@ class NominalParameter(nn.Parameter):
     ) -> Any:
         """Run any function as on a plain tensor, but refuse those that would allocate the nominal shape."""
         kwargs = kwargs or {}
-        if (
-            func in _MATERIALISING
-            and torch.device(kwargs.get("device") or _META) != _META
-        ):
+        if func in _MATERIALISING and torch.device(kwargs.get("device") or _META) != _META:
             raise ConfigError(_not_sharded())
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -86,9 +68,7 @@ class NominalParameter(nn.Parameter):
         return f"NominalParameter(shape={list(self.shape)}, requires_grad={self.requires_grad})"
 
 
-def nominal_parameter(
-    num_embeddings: int, dim: int, requires_grad: bool = True
-) -> NominalParameter:
+def nominal_parameter(num_embeddings: int, dim: int, requires_grad: bool = True) -> NominalParameter:
     """A float32 [num_embeddings, dim] parameter without memory."""
     data = torch.empty((num_embeddings, dim), device=_META, dtype=torch.float32)
     return NominalParameter(data, requires_grad)
