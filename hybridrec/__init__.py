@@ -1,0 +1,74 @@
+"""Embedding tables keyed by raw 64-bit ids, larger than device memory, trained through TorchRec.
+
+The names below are the public interface. They are resolved when first used (PEP 562), so that ``import hybridrec``
+loads neither torch nor torchrec.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridrec.config import HashEmbeddingBagConfig
+    from hybridrec.distributed.sharding_plan import (
+        HybridEmbeddingBagCollectionSharder,
+        HybridHashEmbeddingBagCollectionSharder,
+        get_default_hybrid_sharders,
+    )
+    from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
+    from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
+    from hybridrec.store.initializer import Constant, Normal, Uniform
+
+    __version__: str
+
+__all__ = [
+    "BackendError",
+    "CapacityError",
+    "ConfigError",
+    "Constant",
+    "HashEmbeddingBagCollection",
+    "HashEmbeddingBagConfig",
+    "HybridEmbeddingBagCollectionSharder",
+    "HybridHashEmbeddingBagCollectionSharder",
+    "HybridRecError",
+    "IdError",
+    "Normal",
+    "StateError",
+    "Uniform",
+    "__version__",
+    "get_default_hybrid_sharders",
+]
+
+_NAMES_BY_MODULE = {
+    "hybridrec.config": ("HashEmbeddingBagConfig",),
+    "hybridrec.distributed.sharding_plan": (
+        "HybridEmbeddingBagCollectionSharder",
+        "HybridHashEmbeddingBagCollectionSharder",
+        "get_default_hybrid_sharders",
+    ),
+    "hybridrec.errors": ("BackendError", "CapacityError", "ConfigError", "HybridRecError", "IdError", "StateError"),
+    "hybridrec.modules.hash_embedding_bag": ("HashEmbeddingBagCollection",),
+    "hybridrec.store.initializer": ("Constant", "Normal", "Uniform"),
+}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a public name and keep it, so that the next use costs nothing."""
+    value: Any
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value = version("hybridrec")
+    elif name in _MODULE_OF_NAME:
+        value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    else:
+        raise AttributeError(f"module 'hybridrec' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """What completion shows: the public names, resolved or not."""
+    return sorted(__all__)

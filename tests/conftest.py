@@ -1,0 +1,71 @@
+"""Fixtures and profiles of the whole suite. Markers and warning filters are in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tests.ranks import RankPool, RankPools
+
+MAX_WORLD_SIZE = 4
+
+hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, the tests of devices that this machine lacks."""
+    missing = {
+        marker: f"this machine has no {device}"
+        for marker, device in {"cuda": "CUDA GPU", "npu": "Ascend NPU"}.items()
+        if not _is_device_available(marker)
+    }
+    for item in items:
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_device_available(device_type: str) -> bool:
+    try:
+        return bool(torch.get_device_module(device_type).is_available())
+    except RuntimeError:  # torch does not know the name: the device's extension is not installed
+        return False
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[RankPools]:
+    """World size 1..4 -> a pool of so many ranks; each starts with its first job and serves the whole session."""
+    pools = RankPools(MAX_WORLD_SIZE)
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def pool_1(pools: RankPools) -> RankPool:
+    """One rank."""
+    return pools[1]
+
+
+@pytest.fixture
+def pool_2(pools: RankPools) -> RankPool:
+    """Two ranks."""
+    return pools[2]
+
+
+@pytest.fixture
+def pool_3(pools: RankPools) -> RankPool:
+    """Three ranks: the fewest at which gloo's own reduce-scatter does not add in rank order."""
+    return pools[3]
+
+
+@pytest.fixture
+def pool_4(pools: RankPools) -> RankPool:
+    """Four ranks."""
+    return pools[4]
