@@ -83,7 +83,7 @@ _require_parameters(
 _require_attributes(
     "SplitTableBatchedEmbeddingBagsCodegen",
     SplitTableBatchedEmbeddingBagsCodegen,
-    ("split_embedding_weights", "split_optimizer_states"),
+    ("split_embedding_weights", "split_optimizer_states", "set_learning_rate"),
 )
 _require_attributes("ComputeDevice", ComputeDevice, ("CPU",))
 _require_attributes("EmbeddingLocation", EmbeddingLocation, ("HOST",))
@@ -95,12 +95,3 @@ HAS_PREALLOCATED_HOST_BUFFERS = (
     "preallocated_host_buffers" in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
 )
 """Whether slots can be put into memory of ours (FBGEMM 1.8), else FBGEMM allocates and writes them at once."""
-
-
-def require_instance_attributes(tbe: Any, names: tuple[str, ...]) -> None:
-    """Check what only an instance has.
-
-    Raises:
-        BackendError: One is missing; names it.
-    """
-    _require_attributes("an instance of SplitTableBatchedEmbeddingBagsCodegen", tbe, names)

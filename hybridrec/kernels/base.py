@@ -9,14 +9,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridrec.errors import StateError
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.types import SlotArrays
 
-__all__ = ["KernelSpec", "KernelTable", "LookupKernel", "SlotArrays"]
+__all__ = ["KernelSpec", "KernelTable", "LookupKernel", "PendingUpdate", "SlotArrays"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class KernelSpec:
 
     tables: tuple[KernelTable, ...]
     feature_table: tuple[int, ...]
-    """[F]: index into ``tables`` for every feature, in the order in which features are fed."""
+    """[F]: index into ``tables`` for every feature, in the order in which features are fed. Ascending."""
     optimizer: OptimizerSpec
     is_weighted: bool
     device: torch.device
@@ -47,6 +49,30 @@ class KernelSpec:
         return sum(self.tables[t].dim for t in self.feature_table)
 
 
+class PendingUpdate:
+    """What a forward leaves for its backward. It can be taken once: a second update would step the rows again."""
+
+    __slots__ = ("_taken", "_value")
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+        self._taken = False
+
+    def take(self) -> Any:
+        """The value, which is not kept any longer.
+
+        Raises:
+            StateError: It was taken before. No row was changed by this call.
+        """
+        if self._taken:
+            raise StateError(
+                "second backward through one lookup: its rows were already stepped, inside the first. Run forward "
+                "again, or add the losses and call backward once (retain_graph=True cannot help)."
+            )
+        value, self._value, self._taken = self._value, None, True
+        return value
+
+
 class LookupKernel(abc.ABC):
     """Pooled (sum or weighted sum) lookup with an update fused into the backward."""
 
@@ -55,7 +81,10 @@ class LookupKernel(abc.ABC):
 
     @abc.abstractmethod
     def slot_arrays(self, table: int) -> SlotArrays:
-        """The memory of one table's slots; valid until ``resize``."""
+        """The memory of one table's slots; valid until ``resize``.
+
+        All starts as zeros, the states too: whoever puts a row into a slot writes its states, initial values included.
+        """
 
     @abc.abstractmethod
     def forward(self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, object]:
@@ -81,11 +110,18 @@ class LookupKernel(abc.ABC):
             saved: of the ``forward`` that this belongs to.
             grad: float32 [B, total_dim], contiguous or not.
             step: 1 for the collection's first committed batch (Adam's bias correction).
+
+        Raises:
+            StateError: This is the second call for that ``forward``. Nothing changed.
         """
 
     @property
     @abc.abstractmethod
-    def learning_rate(self) -> float: ...
+    def learning_rate(self) -> float:
+        """What lookups from now on will be stepped with: a batch takes the value in force at its ``forward``.
+
+        Source: FBGEMM 1.8, which reads it there. With TorchRec's fused optimizers it is the same.
+        """
 
     @learning_rate.setter
     @abc.abstractmethod

@@ -20,11 +20,10 @@ from hybridrec._compat.fbgemm import (
     EmbOptimType,
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
-    require_instance_attributes,
 )
 from hybridrec.backend import HOST
 from hybridrec.errors import ConfigError
-from hybridrec.kernels.base import KernelSpec, LookupKernel, SlotArrays
+from hybridrec.kernels.base import KernelSpec, LookupKernel, PendingUpdate, SlotArrays
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.slot_memory import zeros
 from hybridrec.kernels.torch_kernel import copy_slots
@@ -41,11 +40,12 @@ class TbeKernel(LookupKernel):
     """FBGEMM's CPU kernels: SGD, Adagrad and row-wise Adagrad, dims that are a multiple of 4, float32.
 
     FBGEMM checks no index (bounds check NONE): slots come from the slot index, never from the user. It keeps the
-    learning rate as float32 and reads it in the backward.
+    learning rate as float32 and reads it in the forward.
     """
 
     def __init__(self, spec: KernelSpec) -> None:
-        """
+        """Build FBGEMM's module over slots of our own memory.
+
         Raises:
             ConfigError: FBGEMM cannot serve the spec on the host; says what it lacks.
         """
@@ -76,15 +76,14 @@ class TbeKernel(LookupKernel):
 
     @property
     def learning_rate(self) -> float:
-        """The value that the next ``backward`` uses."""
+        """What lookups from now on will be stepped with."""
         return self._learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         if value != self._learning_rate:
             self._learning_rate = float(value)
-            # .data: a lookup in flight has saved the tensor, see _allocate.
-            self._tbe.learning_rate_tensor.data.fill_(self._learning_rate)
+            self._tbe.set_learning_rate(self._learning_rate)
 
     def forward(self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, object]:
         """See `LookupKernel.forward`."""
@@ -96,12 +95,14 @@ class TbeKernel(LookupKernel):
                 return self._tbe(slots_N, offsets, weights_N), None
         with torch.enable_grad():
             output: Tensor = self._tbe(slots_N, offsets, weights_N.detach() if weights_N is not None else None)
-        return output.detach(), output
+        return output.detach(), PendingUpdate(output)
 
     def backward(self, saved: object, grad: Tensor, *, step: int) -> None:
         """See `LookupKernel.backward`; ``step`` is of no use to these optimizers."""
-        if saved is not None:  # else no occurrences
-            torch.autograd.backward(saved, grad.contiguous())
+        if saved is None:  # no occurrences
+            return
+        assert isinstance(saved, PendingUpdate)
+        torch.autograd.backward(saved.take(), grad.contiguous())
 
     def resize(self, num_slots: Sequence[int]) -> None:
         """See `LookupKernel.resize`."""
@@ -158,7 +159,7 @@ def _build_tbe(spec: KernelSpec, learning_rate: float) -> SplitTableBatchedEmbed
             is_row_wise = spec.optimizer.row_states()[0].is_row_wise
             buffers["momentum1"] = zeros((sum(rows) if is_row_wise else floats,), spec.device)
         more["preallocated_host_buffers"] = buffers
-    tbe = SplitTableBatchedEmbeddingBagsCodegen(
+    return SplitTableBatchedEmbeddingBagsCodegen(
         embedding_specs=[(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d in zip(rows, dims, strict=True)],
         feature_table_map=list(spec.feature_table),
         optimizer=optimizer,
@@ -169,5 +170,3 @@ def _build_tbe(spec: KernelSpec, learning_rate: float) -> SplitTableBatchedEmbed
         device=spec.device,
         **more,
     )
-    require_instance_attributes(tbe, ("learning_rate_tensor",))
-    return tbe

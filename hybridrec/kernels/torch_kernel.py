@@ -18,26 +18,31 @@ import torch
 from torch import Tensor
 
 from hybridrec.backend import HOST
-from hybridrec.kernels.base import KernelSpec, LookupKernel, SlotArrays
+from hybridrec.kernels.base import KernelSpec, LookupKernel, PendingUpdate, SlotArrays
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.optimizer_rules import updated_rows
 from hybridrec.kernels.row_gradients import group_by_row, sum_bags
 from hybridrec.kernels.slot_memory import zeros
 
+_BLOCK_FLOATS = 1 << 17
+"""Floats of rows that are stepped at once on the host: with its temporaries, a block fits a core's cache."""
+
 
 class _Occurrences(NamedTuple):
     """What one flat buffer is looked up with."""
 
-    rows_N: Tensor
+    rows: Tensor
     """int64 [N], rows of the buffer."""
     offsets: Tensor
     """int64 [F * B + 1], of the buffer's features."""
-    weights_N: Tensor | None
+    weights: Tensor | None
+    """float32 [N]"""
 
 
 class _Saved(NamedTuple):
     num_bags: int
     """B."""
+    learning_rate: float
     of_buffer: tuple[_Occurrences, ...]
 
 
@@ -106,7 +111,7 @@ class TorchKernel(LookupKernel):
 
     @property
     def learning_rate(self) -> float:
-        """The value that the next ``backward`` uses."""
+        """What lookups from now on will be stepped with."""
         return self._learning_rate
 
     @learning_rate.setter
@@ -123,7 +128,7 @@ class TorchKernel(LookupKernel):
         weights_N = weights_N.detach() if weights_N is not None else None
         of_buffer = self._split(slots_N, offsets, weights_N, num_bags)
         pooled = [self._lookup(b, o, num_bags) for b, o in zip(self._buffers, of_buffer, strict=True)]
-        saved = _Saved(num_bags, of_buffer)
+        saved = PendingUpdate(_Saved(num_bags, self._learning_rate, of_buffer))
         if len(pooled) == 1:
             return pooled[0].view(num_bags, self.spec.total_dim), saved
         output = torch.empty((num_bags, self.spec.total_dim), device=self.spec.device)
@@ -137,10 +142,11 @@ class TorchKernel(LookupKernel):
         """See `LookupKernel.backward`."""
         if saved is None:  # no occurrences
             return
-        assert isinstance(saved, _Saved)
-        for buffer, occurrences in zip(self._buffers, saved.of_buffer, strict=True):
-            if occurrences.rows_N.shape[0] > 0:
-                self._update(buffer, occurrences, self._bag_grads(buffer, grad), saved.num_bags, step)
+        assert isinstance(saved, PendingUpdate)
+        lookup: _Saved = saved.take()
+        for buffer, occurrences in zip(self._buffers, lookup.of_buffer, strict=True):
+            if occurrences.rows.shape[0] > 0:
+                self._update(buffer, occurrences, self._bag_grads(buffer, grad), lookup, step)
 
     def resize(self, num_slots: Sequence[int]) -> None:
         """See `LookupKernel.resize`."""
@@ -179,7 +185,7 @@ class TorchKernel(LookupKernel):
 
     def _lookup(self, buffer: _Buffer, occurrences: _Occurrences, num_bags: int) -> Tensor:
         """float32 [B, F, D], contiguous."""
-        pooled = sum_bags(buffer.weights, occurrences.rows_N, occurrences.offsets, occurrences.weights_N)
+        pooled = sum_bags(buffer.weights, occurrences.rows, occurrences.offsets, occurrences.weights)
         return pooled.view(len(buffer.features), num_bags, buffer.dim).transpose(0, 1).contiguous()
 
     def _bag_grads(self, buffer: _Buffer, grad: Tensor) -> Tensor:
@@ -188,23 +194,39 @@ class TorchKernel(LookupKernel):
             grad = torch.cat([grad[:, self._columns[f] : self._columns[f + 1]] for f in buffer.features], 1)
         return grad.contiguous().view(-1, buffer.dim)
 
-    def _update(self, buffer: _Buffer, occurrences: _Occurrences, grads: Tensor, num_bags: int, step: int) -> None:
+    def _update(self, buffer: _Buffer, occurrences: _Occurrences, grads: Tensor, lookup: _Saved, step: int) -> None:
         """Step every row of a buffer that occurs, once."""
         spare_row = None if self._is_on_host else buffer.spare_row
-        rows_U, starts, order_N = group_by_row(occurrences.rows_N, spare_row=spare_row)
+        rows_U, starts, order_N = group_by_row(occurrences.rows, spare_row=spare_row)
         # Bags are numbered feature after feature, their gradients lie bag after bag.
         num_features = len(buffer.features)
-        grad_of_bag = torch.arange(grads.shape[0], device=grads.device).view(num_bags, num_features).t().reshape(-1)
+        grad_of_bag = (
+            torch.arange(grads.shape[0], device=grads.device).view(lookup.num_bags, num_features).t().reshape(-1)
+        )
         grad_N = grad_of_bag.repeat_interleave(occurrences.offsets.diff(), output_size=order_N.shape[0])
-        weights_N = occurrences.weights_N.index_select(0, order_N) if occurrences.weights_N is not None else None
-        grads_UD = sum_bags(grads, grad_N.index_select(0, order_N), starts, weights_N)
+        grad_N = grad_N.index_select(0, order_N)
+        weights_N = occurrences.weights.index_select(0, order_N) if occurrences.weights is not None else None
+        if not self._is_on_host:
+            self._step_rows(buffer, rows_U, sum_bags(grads, grad_N, starts, weights_N), lookup, step)
+            return
+        # In blocks that fit the processor's cache: temporaries of a whole batch are new pages at every step.
+        block = max(1, _BLOCK_FLOATS // buffer.dim)
+        for first in range(0, rows_U.shape[0], block):
+            starts_block = starts[first : first + block + 1]
+            of_block = slice(int(starts_block[0]), int(starts_block[-1]))
+            weights_block = weights_N[of_block] if weights_N is not None else None
+            grads_block = sum_bags(grads, grad_N[of_block], starts_block - starts_block[0], weights_block)
+            self._step_rows(buffer, rows_U[first : first + block], grads_block, lookup, step)
+
+    def _step_rows(self, buffer: _Buffer, rows_U: Tensor, grads_UD: Tensor, lookup: _Saved, step: int) -> None:
+        """Replace rows and their states. Rows are independent of one another, so blocks of them give the same bits."""
         weights, states = updated_rows(
             self.spec.optimizer,
             buffer.weights.index_select(0, rows_U),
             [state.index_select(0, rows_U) for state in buffer.states],
             grads_UD,
             step=step,
-            learning_rate=self._learning_rate,
+            learning_rate=lookup.learning_rate,
         )
         buffer.weights.index_copy_(0, rows_U, weights)
         for state, values in zip(buffer.states, states, strict=True):
