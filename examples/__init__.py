@@ -1,0 +1,1 @@
+"""Programs that show how hybridrec is used. They import public names only."""

@@ -1,0 +1,160 @@
+"""MovieLens as a click log: raw 64-bit ids in, batches of one rank out."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+DATA_FILE = Path(__file__).parent / "data" / "movielens_latest_small_2016.csv.gz"
+FEATURES = ("user", "movie", "genre")
+LIKED = 4.0
+"""Ratings from here on, in stars, count as "liked": the label 1."""
+
+
+def raw_id(text: str) -> int:
+    """The id of a string: a hash, as feature pipelines make them. Any of the 2^64 int64 values, half of them negative.
+
+    Nothing numbers the users or movies 0, 1, 2 ..: hashed tables need no vocabulary.
+    """
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass
+class Batch(Pipelineable):
+    """Some ratings of one rank."""
+
+    ids: KeyedJaggedTensor
+    """Raw int64 ids of `FEATURES`, in host memory: that is where hybridrec finds out which rows they need."""
+    labels: Tensor
+    """float32 [B], on the device: 1 = liked."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The dense part moves to the device, the ids stay."""
+        return Batch(self.ids, self.labels.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that ``stream`` uses the dense part."""
+        self.labels.record_stream(stream)
+
+    def pin_memory(self) -> Batch:
+        """The dense part in page-locked memory, from which copies do not block."""
+        return Batch(self.ids, self.labels.pin_memory())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratings:
+    """The whole log in host memory, one row a rating, oldest first."""
+
+    users: Tensor
+    """int64 [N] ids."""
+    movies: Tensor
+    """int64 [N] ids."""
+    genres: Tensor
+    """int64 [sum of genre_lengths] ids: the genres of rating 0, then those of rating 1 .."""
+    genre_lengths: Tensor
+    """int64 [N]: how many genres the movie has. May be 0."""
+    labels: Tensor
+    """float32 [N]: 1 = liked."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batch(self, rows: Tensor) -> Batch:
+        """The ratings at some rows.
+
+        Args:
+            rows: int64 [B], any order.
+        """
+        lengths = self.genre_lengths[rows]
+        first = (self.genre_lengths.cumsum(0) - self.genre_lengths)[rows]
+        # Positions of the bags' ids, bag after bag: first[b], first[b] + 1 .. first[b] + lengths[b] - 1.
+        shift = first - (lengths.cumsum(0) - lengths)
+        positions = torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+        one = torch.ones_like(rows)
+        ids = KeyedJaggedTensor(
+            keys=list(FEATURES),
+            values=torch.cat([self.users[rows], self.movies[rows], self.genres[positions]]),
+            lengths=torch.cat([one, one, lengths]),
+        )
+        return Batch(ids, self.labels[rows])
+
+
+def load_ratings(path: Path = DATA_FILE) -> Ratings:
+    """Read the log: columns userId, movieId, rating, timestamp, genres (joined by ``|``)."""
+    users: list[int] = []
+    movies: list[int] = []
+    genres: list[int] = []
+    genre_lengths: list[int] = []
+    labels: list[float] = []
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            names = [name for name in row["genres"].split("|") if name != "(no genres listed)"]
+            users.append(raw_id(f"user:{row['userId']}"))
+            movies.append(raw_id(f"movie:{row['movieId']}"))
+            genres.extend(raw_id(f"genre:{name}") for name in names)
+            genre_lengths.append(len(names))
+            labels.append(float(float(row["rating"]) >= LIKED))
+    return Ratings(
+        users=torch.tensor(users),
+        movies=torch.tensor(movies),
+        genres=torch.tensor(genres),
+        genre_lengths=torch.tensor(genre_lengths),
+        labels=torch.tensor(labels),
+    )
+
+
+def split_rows(num_rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows to train on (80 %) and rows held out (20 %), drawn at random under the seed.
+
+    Returns:
+        Two int64 tensors, disjoint, together ``0 .. num_rows - 1``.
+    """
+    order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
+    num_train = num_rows * 4 // 5
+    return order[:num_train], order[num_train:]
+
+
+def shuffled(rows: Tensor, seed: int, epoch: int) -> Tensor:
+    """The rows in the order of one epoch, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch + 1)
+    return rows[torch.randperm(len(rows), generator=generator)]
+
+
+def expected_distinct(ids: Tensor, batch_size: int) -> float:
+    """How many different ids a batch of random rows has on average.
+
+    An id that makes up the share s of the rows is missing from a batch of B rows with probability (1 - s)^B.
+
+    Args:
+        ids: int64 [N], one id a row.
+        batch_size: B.
+    """
+    _, counts = torch.unique(ids, return_counts=True)
+    return float((1 - (1 - counts.double() / len(ids)) ** batch_size).sum())
+
+
+def rank_batches(rows: Tensor, *, batch_size: int, rank: int, world_size: int) -> list[Tensor]:
+    """The batches that one rank reads: every ``world_size``-th row, cut into parts of equal size, plus or minus one.
+
+    No row is left out, none is read twice, and every rank gets the same number of batches: a rank that stopped
+    earlier would leave the others waiting for it in their next collective.
+
+    Args:
+        rows: int64 [N], in reading order; N >= world_size.
+        batch_size: Most rows of a batch, over all ranks.
+        rank: This rank.
+        world_size: Number of ranks.
+
+    Returns:
+        int64 [<= ceil(batch_size / world_size)] rows a batch; empty batches do not occur.
+    """
+    num_batches = max(1, -(-len(rows) // batch_size))
+    return list(rows[rank::world_size].tensor_split(num_batches))
