@@ -75,15 +75,13 @@ class HashEmbeddingBagConfig(EmbeddingBagConfig):
     """Distribution of the initial rows."""
 
     def __post_init__(self) -> None:
-        """Fill in ``init_fn`` so that TorchRec's own modules accept the config, and check it."""
-        if self.init_fn is None or isinstance(self.init_fn, _DefaultInitFn):
+        """Check the config, and fill in ``init_fn`` so that TorchRec's own modules accept it too."""
+        if isinstance(self.init_fn, _DefaultInitFn):  # of the config that this one was made from by `replace`
             self.init_fn = None
-            _Fields(self).check()
-            self.init_fn = _DefaultInitFn(
-                torch.nn.init.uniform_, a=self.get_weight_init_min(), b=self.get_weight_init_max()
-            )
-        else:
-            _Fields(self).check()
+        _Fields(self).check()
+        if self.init_fn is None:
+            low, high = self.get_weight_init_min(), self.get_weight_init_max()
+            self.init_fn = _DefaultInitFn(torch.nn.init.uniform_, a=low, b=high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +252,7 @@ class _Fields:
             raise self._error("name", "is empty", remedy)
         if "." in name:
             raise self._error("name", "contains '.'", remedy)
-        if hasattr(nn.ModuleDict, name):
+        if hasattr(nn.ModuleDict(), name):
             raise self._error("name", "is an attribute of torch.nn.ModuleDict, which holds the tables", "Rename it.")
 
     def _num_embeddings(self) -> int:
@@ -335,11 +333,8 @@ class _Fields:
         initializer = getattr(config, "initializer", None)
         if initializer is not None:
             if not isinstance(initializer, (Uniform, Normal, Constant)):
-                raise self._error(
-                    "initializer",
-                    f"has type {type(initializer).__name__}",
-                    "Accepted: Uniform, Normal, Constant, None.",
-                )
+                problem = f"has type {type(initializer).__name__}"
+                raise self._error("initializer", problem, "Accepted: Uniform, Normal, Constant, None.")
             given.append("initializer")
         if config.weight_init_min is not None or config.weight_init_max is not None:
             self._init_range()
@@ -358,14 +353,9 @@ class _Fields:
     def _init_range(self) -> Uniform:
         low, high = self._config.weight_init_min, self._config.weight_init_max
         if low is None or high is None:
-            has, lacks = (
-                ("weight_init_max", "weight_init_min") if low is None else ("weight_init_min", "weight_init_max")
-            )
-            raise self._error(
-                has,
-                f"is given without {lacks}",
-                f"Give {lacks} too: num_embeddings is nominal, so nothing follows from it.",
-            )
+            has, lacks = ("max", "min") if low is None else ("min", "max")
+            remedy = f"Give weight_init_{lacks} too: num_embeddings is nominal, so nothing follows from it."
+            raise self._error(f"weight_init_{has}", f"is given without weight_init_{lacks}", remedy)
         try:
             return Uniform(low, high)
         except ConfigError as e:
@@ -376,8 +366,8 @@ class _Fields:
     def _is_default_init_fn(self) -> bool:
         """Whether ``init_fn`` is what ``__post_init__`` fills in, and not a user's."""
         init_fn = self._config.init_fn
-        if isinstance(init_fn, _DefaultInitFn):
-            return True
+        if isinstance(self._config, HashEmbeddingBagConfig):
+            return isinstance(init_fn, _DefaultInitFn)
         default_range = {"a": self._config.get_weight_init_min(), "b": self._config.get_weight_init_max()}
         return _uniform_range(init_fn) == default_range
 
