@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not listed where mypy looks
 
 WATCHDOG_SECONDS = 120.0
 """How long a job may take unless `run` is told otherwise."""
@@ -95,7 +96,7 @@ class RankPool:
         """Nothing is started yet."""
         self.world_size = world_size
         self._ranks: list[_Rank] = []
-        self._store: dist.TCPStore | None = None
+        self._store: dist.Store | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, watchdog: float = WATCHDOG_SECONDS, **kwargs: Any) -> list[Any]:
@@ -155,7 +156,7 @@ class RankPool:
 
     def _start(self) -> None:
         # The parent hosts the store and lets the system choose the port, so that no two pools can meet.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._directory = tempfile.TemporaryDirectory(prefix="ranks_")
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
@@ -163,7 +164,7 @@ class RankPool:
             stacks = Path(self._directory.name) / f"rank_{rank}.txt"
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, self.world_size, self._store.port, str(stacks)),
+                args=(theirs, rank, self.world_size, store.port, str(stacks)),
                 name=f"rank {rank} of {self.world_size}",
                 daemon=True,
             )
@@ -246,13 +247,13 @@ class RankPools(Mapping[int, RankPool]):
 
 
 def _serve(connection: Connection, rank: int, world_size: int, port: int, stacks: str) -> None:
-    """A rank's whole life. Ends by ``os._exit``: gloo's threads may abort an interpreter that shuts down around them."""
-    stacks_file = open(stacks, "w")  # noqa: SIM115  (stays open as long as the process)
+    """A rank's whole life. It ends by ``os._exit``: gloo's threads may abort an interpreter that shuts down."""
+    stacks_file = open(stacks, "w")  # stays open as long as the process
     faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of this process; the ranks of a pool are on one machine
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     except Exception as error:
         connection.send_bytes(_encode(_Outcome(error=error, trace=traceback.format_exc())))

@@ -1,0 +1,51 @@
+# Every command prepares its environment by itself; see `make help`.
+#   PYTHON=python3.12            interpreter that makes .venv (default: python3)
+#   STACK=cpu|cuda|npu           what .venv is made for (default: cpu)
+#   HYBRIDREC_PYTHON=/path       an environment of your own, used as it is instead of .venv
+#   ARGS="..."                   more arguments for the demo, pytest or the benchmark
+
+PYTHON ?= python3
+STACK ?= cpu
+ARGS ?=
+ifdef HYBRIDREC_PYTHON
+PY := $(HYBRIDREC_PYTHON)
+else
+PY := .venv/bin/python
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test slow lint format bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
+
+env:  ## make or refresh .venv (all others do this first)
+	@$(PYTHON) tools/setup_env.py --stack $(STACK)
+
+demo: env  ## train a small recommender on two CPU processes
+	@examples/little_demo/run.sh $(ARGS)
+
+test: env  ## run the test suite, without the slow tests
+	@$(PY) -m pytest -m "not slow" $(ARGS)
+
+slow: env  ## run the slow tests: packaging, larger worlds, sanitizers
+	@$(PY) -m pytest -m slow $(ARGS)
+
+lint: env  ## ruff, mypy, import-linter, codespell
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(dir $(PY))lint-imports
+	$(PY) -m codespell_lib
+
+format: env  ## rewrite the Python sources as ruff formats them
+	$(PY) -m ruff check --fix-only --select I .
+	$(PY) -m ruff format .
+
+bench: env  ## measure one training step
+	@$(PY) -m benchmarks.step $(ARGS)
+
+clean:  ## remove .venv, build products and caches
+	rm -rf .venv build dist .stamps .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

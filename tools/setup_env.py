@@ -1,0 +1,238 @@
+"""Make the virtual environment `.venv` of this checkout, or bring it up to date; does nothing if it is.
+
+Standard library only, from any working directory:
+
+    python3 tools/setup_env.py [--stack cpu|cuda|npu]
+
+What is installed, and in which version, is in pyproject.toml alone. `.venv` is refreshed when pyproject.toml changes
+and hybridrec alone is rebuilt when its C++ sources change; a stamp in `.venv` holds the hashes. The build runs without
+isolation, in a folder that stays, so that a rebuild compiles only what was edited.
+
+With the environment variable HYBRIDREC_PYTHON set to an interpreter nothing is made or installed: that environment is
+used as it is, after a check that hybridrec is installed in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "hybridrec_stamp.json"
+NATIVE = ROOT / "hybridrec" / "native"
+STAND_IN = ROOT / "device_backends" / "fbgemm_cpu"
+MIN_PYTHON = (3, 11)
+EXTRAS = "test,dev"
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    check_python()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--stack", choices=("cpu", "cuda", "npu"), default="cpu", help="which extra (default: cpu)")
+    stack = parser.parse_args().stack
+    brought = os.environ.get("HYBRIDREC_PYTHON")
+    if brought:
+        check_brought_environment(brought)
+        return 0
+    with only_one_at_a_time():
+        refresh(stack)
+    return 0
+
+
+def check_python() -> None:
+    """End with a readable text if this interpreter cannot make the environment."""
+    if sys.version_info < MIN_PYTHON:
+        version = ".".join(str(n) for n in sys.version_info[:3])
+        fail(
+            f"hybridrec needs Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or later; {sys.executable} is {version}.\n"
+            "Name a newer one, as in: make PYTHON=python3.11 demo"
+        )
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError as error:
+        fail(
+            f"{sys.executable} cannot make virtual environments ({error}).\n"
+            "On Debian and Ubuntu: apt install python3-venv. Or bring an environment: HYBRIDREC_PYTHON=/path/to/python"
+        )
+
+
+def check_brought_environment(python: str) -> None:
+    """End with a readable text unless hybridrec is installed for the interpreter that the user brings."""
+    probe = "import sys, importlib.metadata as m; m.version('hybridrec'); sys.exit(sys.version_info < (3, 11))"
+    try:
+        done = subprocess.run([python, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError as error:
+        fail(f"HYBRIDREC_PYTHON={python} cannot be started: {error}")
+    if done.returncode != 0:
+        fail(
+            f"HYBRIDREC_PYTHON={python}: it must be Python 3.11 or later with hybridrec installed.\n"
+            f"Install it there once: {python} -m pip install {STAND_IN} -e '{ROOT}[cpu,{EXTRAS}]'\n"
+            "(with an NPU: npu in place of cpu; with a CUDA GPU: cuda in place of cpu, and without the first path)\n"
+            + done.stderr
+        )
+
+
+def refresh(stack: str) -> None:
+    """Do what the stamp says is due: everything, a new build of the core alone, or nothing."""
+    wanted = {"environment": environment_hash(stack), "core": core_hash()}
+    found = read_stamp()
+    if found == wanted:
+        return
+    started = time.monotonic()
+    if found.get("environment") != wanted["environment"]:
+        make_environment(stack)
+    else:
+        say("C++ sources changed: building hybridrec's core")
+        install_hybridrec(dependencies=False, extras="")
+    check_core()
+    STAMP.write_text(json.dumps(wanted))
+    say(f"ready in {time.monotonic() - started:.0f} s")
+
+
+def make_environment(stack: str) -> None:
+    """Create `.venv` unless a fitting one is there, and install everything."""
+    STAMP.unlink(missing_ok=True)
+    if not has_same_python():
+        say(f"making .venv with Python {sys.version.split()[0]} and the {stack} stack: about a minute, once")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
+    else:
+        say(f"pyproject.toml changed: bringing .venv up to date ({stack} stack)")
+    import tomllib  # Python 3.11 has it, and check_python has passed
+
+    build_tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    pip("install", *build_tools)
+    say("installing torch, torchrec, fbgemm and the test tools, building hybridrec")
+    install_hybridrec(dependencies=True, extras=f"{stack},{EXTRAS}", beside=[] if stack == "cuda" else [str(STAND_IN)])
+
+
+def install_hybridrec(*, dependencies: bool, extras: str, beside: list[str] | None = None) -> None:
+    """Editable, without build isolation."""
+    target = f"{ROOT}[{extras}]" if extras else str(ROOT)
+    options = [] if dependencies else ["--no-deps"]
+    pip("install", "--no-build-isolation", *options, *(beside or []), "-e", target)
+
+
+def check_core() -> None:
+    """Say it if the C++ core is missing; end if there is a compiler, since then its build has failed."""
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('hybridrec._native') is None)"
+    if subprocess.run([str(VENV_PYTHON), "-c", probe], cwd=VENV, check=False).returncode == 0:
+        return
+    if find_compiler() is None:
+        say("no C++ compiler found: the numpy core serves, slower. With one (apt install build-essential), run again")
+        return
+    fail(
+        f"the C++ core did not build although there is a compiler ({find_compiler()}). Its messages:\n"
+        f"  {VENV_PYTHON} -m pip install -v --no-build-isolation --no-deps -e {ROOT}"
+    )
+
+
+def environment_hash(stack: str) -> str:
+    """Of all that decides what is installed. The path is part of it: an environment cannot be moved."""
+    stand_in = STAND_IN / "pyproject.toml"
+    parts = [sys.version.encode(), stack.encode(), bytes(ROOT), (ROOT / "pyproject.toml").read_bytes()]
+    return hash_of([*parts, stand_in.read_bytes()])
+
+
+def core_hash() -> str:
+    """Of the C++ sources, and of whether there is a compiler."""
+    files = [NATIVE / "CMakeLists.txt", NATIVE / "bind.cpp"]
+    files += [p for folder in ("include", "src") for p in (NATIVE / folder).rglob("*") if p.is_file()]
+    parts = [str(find_compiler()).encode()]
+    for path in sorted(p for p in files if p.exists()):
+        parts += [bytes(path.relative_to(ROOT)), path.read_bytes()]
+    return hash_of(parts)
+
+
+def hash_of(parts: list[bytes]) -> str:
+    """SHA-256 of the parts; each is preceded by its length, so that no two lists look alike."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that CMake would take."""
+    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    return next((path for path in (shutil.which(name) for name in names if name) if path), None)
+
+
+def has_same_python() -> bool:
+    """Whether `.venv` works and has this interpreter's version."""
+    if not VENV_PYTHON.exists():
+        return False
+    probe = [str(VENV_PYTHON), "-c", "import pip, sys; print(sys.version)"]
+    done = subprocess.run(probe, capture_output=True, text=True, check=False)
+    return done.returncode == 0 and done.stdout.strip() == sys.version.strip()
+
+
+def read_stamp() -> dict[str, str]:
+    """What the last complete run left; nothing if there was none, or if the interpreter is gone."""
+    if not (STAMP.exists() and VENV_PYTHON.exists()):
+        return {}
+    try:
+        stamp: dict[str, str] = json.loads(STAMP.read_text())
+    except ValueError:  # half written
+        return {}
+    return stamp
+
+
+def pip(*arguments: str) -> None:
+    """Run the environment's own pip; end, with its messages above, if it fails."""
+    command = [str(VENV_PYTHON), "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        fail("pip failed, see above. Nothing else was changed; the next run tries again:\n  " + " ".join(command))
+
+
+def only_one_at_a_time() -> Lock:
+    """A lock that holds between processes: two `make` at once must not install into each other."""
+    return Lock(ROOT / ".stamps" / "setup.lock")
+
+
+class Lock:
+    """An advisory file lock, released also when the process is killed."""
+
+    def __init__(self, path: Path) -> None:
+        """The file is made; nothing is locked yet."""
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("w")
+
+    def __enter__(self) -> None:
+        """Wait for the lock."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another set-up of this checkout")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        """Release it."""
+        self._file.close()
+
+
+def say(text: str) -> None:
+    """One line on standard error, so that standard output stays the command's own."""
+    print(f"[setup] {text}", file=sys.stderr, flush=True)
+
+
+def fail(text: str) -> NoReturn:
+    """End with status 1 and the reason."""
+    say(text)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
