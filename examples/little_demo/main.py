@@ -128,7 +128,7 @@ def train(
         optimizer: From `build_model`.
         batches: Of this rank; every rank must bring the same number.
         device: Of the dense part.
-        bar: Advanced by one a batch; shows loss and hit rate of this rank.
+        bar: Advanced by one a batch; shows loss and hit rate of this rank. None: nothing is shown.
 
     Returns:
         The loss of each batch, float32 [], on the device.
@@ -152,8 +152,7 @@ def show_progress(bar: tqdm, losses: list[Tensor], hits: float) -> None:
     """Print the mean of the last losses above the bar, and show it in the bar."""
     loss = torch.stack(losses).mean().item()
     bar.set_postfix(loss=f"{loss:.4f}", hits=f"{hits:.1%}")
-    if not bar.disable:
-        bar.write(f"batch {bar.n:>6}  loss {loss:.7f}")
+    bar.write(f"batch {bar.n:>6}  loss {loss:.7f}")
 
 
 @torch.no_grad()
@@ -167,53 +166,66 @@ def evaluate(model: DistributedModelParallel, batches: Iterable[Batch], ranks: R
     return float(metric.compute())
 
 
-def run(args: argparse.Namespace, ranks: Ranks) -> int:
-    """Build, train, evaluate, report.
+def judge(auc: float, *, num_batches: int, batches_per_epoch: int) -> tuple[int, str]:
+    """Whether the model learned what it should have.
 
     Returns:
-        Exit status: 0, or 1 if the model did not learn what it should have.
+        Exit status and a sentence.
+    """
+    if num_batches < batches_per_epoch:
+        return 0, f"AUC not judged: {num_batches:,} batches are less than an epoch of {batches_per_epoch:,}."
+    if not auc >= AUC_GOAL:  # also if it is NaN
+        return 1, f"FAILED: held-out AUC {auc:.4f} is below the {AUC_GOAL} that this model reaches in one epoch."
+    return 0, f"OK: held-out AUC {auc:.4f} is at least {AUC_GOAL}."
+
+
+def run(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Build, train, evaluate, report. Collective.
+
+    Args:
+        args: From `parse_args`.
+        ranks: This process among the others.
+
+    Returns:
+        Exit status, the same on every rank.
     """
 
-    def say(text: str = "") -> None:
+    def say(*lines: str) -> None:
         if ranks.rank == 0:
-            print(text, flush=True)
+            print(*lines, sep="\n", flush=True)
+
+    def batches_of(rows: Tensor) -> list[Tensor]:
+        return rank_batches(rows, batch_size=args.batch_size, rank=ranks.rank, world_size=ranks.world_size)
 
     torch.manual_seed(args.seed)
     ratings = load_ratings()
     train_rows, test_rows = split_rows(len(ratings), args.seed)
     tables = build_tables(ratings, batch_size=args.batch_size, world_size=ranks.world_size, seed=args.seed)
     model, optimizer, plan = build_model(tables, ranks)
-    say(f"{ranks.world_size} ranks on {ranks.device.type}, {len(train_rows):,} ratings to train on, seed {args.seed}\n")
-    say("\n".join(plan_lines(plan, {table.name: table.device_rows for table in tables})) + "\n")
-
-    def batches_of(rows: Tensor) -> list[Tensor]:
-        return rank_batches(rows, batch_size=args.batch_size, rank=ranks.rank, world_size=ranks.world_size)
+    say(
+        f"ranks: {ranks.world_size} on {ranks.device.type}, seed: {args.seed}, ratings: {len(train_rows):,} to train on"
+    )
+    say("", *plan_lines(plan, {table.name: table.device_rows for table in tables}), "")
 
     epochs = [batches_of(shuffled(train_rows, args.seed, epoch)) for epoch in range(args.epochs)]
-    schedule = [rows for epoch in epochs for rows in epoch]
-    is_full_epoch = args.batches is None or args.batches >= len(epochs[0])
-    schedule = schedule[: args.batches]
-    start = time.perf_counter()
+    schedule = [rows for epoch in epochs for rows in epoch][: args.batches]
     with tqdm(total=len(schedule), unit="batch", disable=ranks.rank != 0) as bar:
-        losses = train(model, optimizer, (ratings.batch(rows) for rows in schedule), ranks.device, bar)
+        start = time.perf_counter()
+        batches = (ratings.batch(rows) for rows in schedule)
+        losses = train(model, optimizer, batches, ranks.device, bar if ranks.rank == 0 else None)
         losses[-1].item()  # wait for the device
-    seconds = time.perf_counter() - start
-    samples = sum(len(rows) for rows in schedule) * ranks.world_size
+        seconds = time.perf_counter() - start
 
-    auc = evaluate(model, (ratings.batch(rows) for rows in batches_of(test_rows)), ranks)
     stats = gather_stats(model.module.ebc.stats(), ranks.host_group)
+    auc = evaluate(model, (ratings.batch(rows) for rows in batches_of(test_rows)), ranks)
+    status, sentence = judge(auc, num_batches=len(schedule), batches_per_epoch=len(epochs[0]))
+    samples = sum(len(rows) for rows in schedule) * ranks.world_size  # of all ranks; to within one a batch
     base_rate = float(ratings.labels[test_rows].mean())
-    say(f"\nheld-out AUC {auc:.4f} on {len(test_rows):,} ratings (guessing: 0.5; {base_rate:.3f} of them are liked)\n")
-    say("\n".join(stats_lines(stats)))
-    say(f"\n{samples / seconds:,.0f} samples/s over {len(schedule):,} batches, all ranks together\n")
-    if not is_full_epoch:
-        say(f"{len(schedule):,} batches are less than an epoch of {len(epochs[0]):,}: the AUC is not judged.")
-        return 0
-    if not auc >= AUC_GOAL:  # also if it is NaN
-        say(f"FAILED: AUC {auc:.4f} is below {AUC_GOAL}, which this model reaches in one epoch of batches of 512.")
-        return 1
-    say(f"OK: AUC {auc:.4f} >= {AUC_GOAL}.")
-    return 0
+    say("", *stats_lines(stats), "")
+    say(f"speed: {samples / seconds:,.0f} samples/s, all ranks together, over {len(schedule):,} batches")
+    say(f"held-out AUC: {auc:.4f} on {len(test_rows):,} ratings (guessing: 0.5; base rate of likes: {base_rate:.3f})")
+    say(sentence)
+    return status
 
 
 def main(argv: list[str] | None = None) -> int:
