@@ -11,6 +11,8 @@ import functools
 import importlib
 from typing import Any
 
+import torch
+
 from hybridrec._compat.torchrec import _fail
 from hybridrec.backend import HOST
 
@@ -43,12 +45,12 @@ def _wrap_storages() -> None:
         tiers = getattr(kwargs.get("tensor"), TIERS_ATTRIBUTE, None)
         if tiers is None:
             return inner(*args, **kwargs)
-        # With a table of no rows TorchRec's own figure is inputs and outputs alone.
-        tensor = kwargs["tensor"]
-        empty = tensor.new_empty((0, tensor.shape[1]))
-        shards = [[0, size[1]] for size in kwargs["shard_sizes"]]
+        # With a table of one row a rank TorchRec's own figure is inputs, outputs and that row.
+        dim, num_shards = kwargs["tensor"].shape[1], len(kwargs["shard_sizes"])
+        one_row_each = torch.empty((num_shards, dim), device="meta")
+        shard_sizes = [[1, dim]] * num_shards
         in_and_out = inner(
-            *args, **{**kwargs, "tensor": empty, "shard_sizes": shards, "compute_kernel": "fused"}
+            *args, **{**kwargs, "tensor": one_row_each, "shard_sizes": shard_sizes, "compute_kernel": "fused"}
         )
         device_bytes, host_bytes = tiers(kwargs["compute_kernel"], kwargs["world_size"], kwargs["caching_ratio"])
         if kwargs["compute_device"] == HOST.type:
