@@ -128,7 +128,8 @@ class TorchKernel(LookupKernel):
         weights_N = weights_N.detach() if weights_N is not None else None
         of_buffer = self._split(slots_N, offsets, weights_N, num_bags)
         pooled = [self._lookup(b, o, num_bags) for b, o in zip(self._buffers, of_buffer, strict=True)]
-        saved = PendingUpdate(_Saved(num_bags, self._learning_rate, of_buffer))
+        is_reader = self.spec.optimizer.kind == "none"
+        saved = None if is_reader else PendingUpdate(_Saved(num_bags, self._learning_rate, of_buffer))
         if len(pooled) == 1:
             return pooled[0].view(num_bags, self.spec.total_dim), saved
         output = torch.empty((num_bags, self.spec.total_dim), device=self.spec.device)
