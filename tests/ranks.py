@@ -96,7 +96,7 @@ class RankPool:
         """Nothing is started yet."""
         self.world_size = world_size
         self._ranks: list[_Rank] = []
-        self._store: dist.Store | None = None
+        self._store: TCPStore | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, watchdog: float = WATCHDOG_SECONDS, **kwargs: Any) -> list[Any]:

@@ -1,0 +1,51 @@
+"""hybridrec names no device: what depends on one asks its backend. Only device_backends/ may name a device type."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.repo.sources import ROOT, repository_files, tree_of, where
+
+DEVICE_NAME = re.compile(r"(cpu|cuda|npu|xpu|mtia|hccl|nccl)(:\d+)?")
+DEVICE_ATTRIBUTES = {"cuda", "npu", "is_cuda", "is_npu", "cpu"}
+HOST_MODULE = ROOT / "hybridrec" / "backend.py"
+"""Defines HOST, host memory in torch's words: the one place that says ``torch.device("cpu")``."""
+
+
+def device_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of strings that are device or process group names, and of attributes such as ``torch.cuda``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # "cpu:gloo,npu:hccl" is how torch spells a pair of backends
+            if any(DEVICE_NAME.fullmatch(part) for part in re.split(r"[,:]", node.value)):
+                yield node.lineno, repr(node.value)
+        elif isinstance(node, ast.Attribute) and node.attr in DEVICE_ATTRIBUTES:
+            yield node.lineno, f".{node.attr}"
+
+
+def test_no_device_is_named() -> None:
+    files = repository_files("hybridrec", suffixes=(".py",))
+    assert HOST_MODULE in files
+    found = [f"{where(path, line)}: {text}" for path in files for line, text in device_names(tree_of(path))]
+    allowed = [entry for entry in found if entry.startswith("hybridrec/backend.py") and entry.endswith(": 'cpu'")]
+    assert len(allowed) == 1
+    assert [entry for entry in found if entry not in allowed] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "is_found"),
+    [
+        ('torch.device("cuda:0")', True),
+        ('init("cpu:gloo,npu:hccl")', True),
+        ("x = torch.cuda.Stream()", True),
+        ("rows.cpu()", True),
+        ('"""Works on cpu and cuda."""', False),
+        ("rows.to(HOST)", False),
+    ],
+)
+def test_names_would_be_found(source: str, is_found: bool) -> None:
+    assert bool(list(device_names(ast.parse(source)))) == is_found
