@@ -126,7 +126,7 @@ def resolve_table(config: EmbeddingBagConfig) -> TableConfig:
     """
     if not isinstance(config, EmbeddingBagConfig):
         raise ConfigError(
-            f"tables: {config!r} has type {type(config).__name__}. Accepted: HashEmbeddingBagConfig, EmbeddingBagConfig."
+            f"tables: {config!r} has type {type(config).__name__}. Pass HashEmbeddingBagConfig or EmbeddingBagConfig."
         )
     fields = _Fields(config)
     fields.check()

@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from hybridrec.backend import HOST, parse_device
 from hybridrec.config import TableConfig, embedding_names, resolve_tables
 from hybridrec.errors import StateError
-from hybridrec.modules.hash_table import HashEmbeddingBag, optimizers_of
+from hybridrec.modules.hash_table import HashEmbeddingBag
 from hybridrec.modules.input_check import check_features
 
 _META = torch.device("meta")
@@ -155,8 +155,8 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
     def _train(self, bags: Sequence[HashEmbeddingBag], ids: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """The step of one batch: all tables or none."""
         ordinal = self._num_batches + 1
-        optimizers_of(bags)
         for bag, ids_N in zip(bags, ids, strict=True):
+            bag.optimizer()
             bag.check_room(ids_N, ordinal=ordinal)
         self._num_batches = ordinal
         for bag, ids_N, grads_ND in zip(bags, ids, grads, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,8 +101,7 @@ class HashEmbeddingBag(nn.Module):
         Raises:
             CapacityError: More rows than ``max_rows``, and none that may be evicted.
         """
-        if self.config.max_rows is not None:
-            self._victims(set(ids_N.tolist()), ordinal=ordinal)
+        self._victims(set(ids_N.tolist()), ordinal=ordinal)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -115,19 +114,23 @@ class HashEmbeddingBag(nn.Module):
         name = self.config.name
         classes = getattr(self.weight, "_optimizer_classes", [])
         if len(classes) != 1:
+            names = ", ".join(c.__name__ for c in classes)
             problem = (
-                "has no optimizer: its rows would never learn"
-                if not classes
-                else (f"has {len(classes)} optimizers ({', '.join(c.__name__ for c in classes)})")
+                f"has {len(classes)} optimizers ({names})" if classes else "has no optimizer: it would never learn"
             )
             raise ConfigError(
                 f"table {name!r} {problem}. Call apply_optimizer_in_backward(torch.optim.Adagrad, "
                 "collection.parameters(), {'lr': ...}) once before training."
             )
-        spec = OptimizerSpec.from_class(classes[0], self.weight._optimizer_kwargs[0], table=name)  # type: ignore[attr-defined]
+        spec = OptimizerSpec.from_class(classes[0], self.weight._optimizer_kwargs[0], table=name)
+        dims = [1 if s.is_row_wise else 2 for s in spec.row_states()]
+        if self._states and [s.dim() for s in self._states] != dims:
+            raise ConfigError(
+                f"table {name!r}: its rows were trained with another optimizer than {classes[0].__name__}, which needs "
+                f"{len(dims)} states a row; they have {len(self._states)}. Attach the optimizer they were trained with."
+            )
         # Schedulers write into the parameter groups of the attached optimizer, as for any parameter.
-        attached = self.weight._in_backward_optimizers[0]  # type: ignore[attr-defined]
-        return spec, float(attached.param_groups[0]["lr"])
+        return spec, float(self.weight._in_backward_optimizers[0].param_groups[0]["lr"])
 
     @torch.no_grad()
     def update(self, ids_N: Tensor, grads_ND: Tensor, *, ordinal: int) -> None:
@@ -161,10 +164,9 @@ class HashEmbeddingBag(nn.Module):
     def _rows_for(self, unique_ids_U: Tensor, spec: OptimizerSpec, *, ordinal: int) -> Tensor:
         """Row numbers int64 [U] on `rows_device`; new ids get rows that hold initial values."""
         ids = unique_ids_U.tolist()
-        if self.config.max_rows is not None:
-            for victim in self._victims(set(ids), ordinal=ordinal):
-                self._free_rows.append(self._row_of_id.pop(victim))
-                del self._score_of_id[victim]
+        for victim in self._victims(set(ids), ordinal=ordinal):
+            self._free_rows.append(self._row_of_id.pop(victim))
+            del self._score_of_id[victim]
         is_new = [i not in self._row_of_id for i in ids]
         new_ids = unique_ids_U[torch.tensor(is_new, dtype=torch.bool)]
         new_rows_UD = self.read(new_ids)
@@ -180,33 +182,31 @@ class HashEmbeddingBag(nn.Module):
     def _victims(self, ids: set[int], *, ordinal: int) -> list[int]:
         """Ids whose rows must go so that a batch fits: lowest (score, key) first."""
         config = self.config
-        max_rows = config.max_rows
-        assert max_rows is not None
-        needed = self.num_rows + sum(i not in self._row_of_id for i in ids) - max_rows
-        if needed <= 0:
+        if config.max_rows is None:
             return []
-        candidates: list[int] = []
-        if config.full_policy is FullPolicy.EVICT:
-            last = ordinal - PROTECTED_BATCHES
-            candidates = [i for i, score in self._score_of_id.items() if score < last and i not in ids]
-        if needed > len(candidates):
-            evictable = (
-                f" and only {len(candidates):,} may be evicted" if config.full_policy is FullPolicy.EVICT else ""
-            )
+        needed = self.num_rows + sum(i not in self._row_of_id for i in ids)
+        missing = needed - config.max_rows
+        if missing <= 0:
+            return []
+        is_evicting = config.full_policy is FullPolicy.EVICT
+        last = ordinal - PROTECTED_BATCHES
+        candidates = [i for i, score in self._score_of_id.items() if is_evicting and score < last and i not in ids]
+        if missing > len(candidates):
+            evictable = f" and only {len(candidates):,} may be evicted" if is_evicting else ""
             raise CapacityError(
-                f"table {config.name!r}: the batch needs {self.num_rows + sum(i not in self._row_of_id for i in ids):,} "
-                f"rows but max_rows={max_rows:,}{evictable}. Raise max_rows, or set full_policy='grow' (no limit) or "
-                f"'evict' (drops rows unused for {PROTECTED_BATCHES} batches). The batch was not trained."
+                f"table {config.name!r}: the batch needs {needed:,} rows but max_rows={config.max_rows:,}{evictable}. "
+                "Raise max_rows, or set full_policy='grow' (no limit) or 'evict' (drops rows unused for "
+                f"{PROTECTED_BATCHES} batches). The batch was not trained."
             )
         keys = mix64(torch.tensor(candidates, dtype=torch.int64)).tolist()
         order = sorted((self._score_of_id[i], key % 2**64, i) for i, key in zip(candidates, keys, strict=True))
-        return [i for _, _, i in order[:needed]]
+        return [i for _, _, i in order[:missing]]
 
     def _take_rows(self, count: int, spec: OptimizerSpec) -> list[int]:
         """Numbers of ``count`` free rows; the tensors grow to twice what is needed."""
-        if not self._states:
+        if not self._states:  # rows that came without states, from a state_dict of SGD, start like new ones
             self._states = tuple(
-                self._rows.new_empty((len(self._rows),) if s.is_row_wise else self._rows.shape)
+                self._rows.new_full((len(self._rows),) if s.is_row_wise else self._rows.shape, s.initial_value)
                 for s in spec.row_states()
             )
         missing = count - len(self._free_rows)
@@ -239,7 +239,7 @@ class HashEmbeddingBag(nn.Module):
         ids, rows = state["ids"].tolist(), state["rows"]
         if tuple(rows.shape) != (len(ids), self.config.embedding_dim):
             raise ConfigError(
-                f"table {self.config.name!r}: the state_dict has rows of shape {list(rows.shape)} for {len(ids):,} ids, "
+                f"table {self.config.name!r}: rows in the state_dict have shape {list(rows.shape)} for {len(ids):,} ids, "
                 f"the table has embedding_dim={self.config.embedding_dim}. Load it into the config it was saved with."
             )
         self._row_of_id = {i: row for row, i in enumerate(ids)}
@@ -270,13 +270,3 @@ def _grown(tensor: Tensor, num_rows: int) -> Tensor:
     grown = tensor.new_empty((num_rows, *tensor.shape[1:]))
     grown[: len(tensor)] = tensor
     return grown
-
-
-def optimizers_of(tables: Sequence[HashEmbeddingBag]) -> None:
-    """Check that every table can be trained, before any is changed.
-
-    Raises:
-        ConfigError: See `HashEmbeddingBag.optimizer`.
-    """
-    for table in tables:
-        table.optimizer()

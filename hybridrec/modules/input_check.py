@@ -81,7 +81,7 @@ def _check_lengths(features: KeyedJaggedTensor, where: str) -> None:
     offsets = features.offsets_or_none()
     if offsets is not None and offsets.numel() and (first := int(offsets[0])) != 0:
         raise IdError(
-            f"{where}: offsets begin with {first:,}, so the ids before it are in no bag. Pass offsets that begin with 0."
+            f"{where}: offsets begin with {first:,}, so the ids before are in no bag. Pass offsets that begin with 0."
         )
     if lengths.numel() == 0:
         shortest, total = 0, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -9,6 +10,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_de
 from torchrec.distributed.types import ShardingPlan
 
 from hybridrec.config import HashEmbeddingBagConfig
+from hybridrec.errors import ConfigError
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 
 
@@ -25,13 +27,20 @@ class Model(nn.Module):
             self.dense = EmbeddingBagCollection([config], device=torch.device("meta"))
 
 
-def wrap_with_sharders_without_ours(num_embeddings: int, has_dense: bool) -> None:
-    """The user forgot our sharders: TorchRec plans what it knows."""
-    model = Model(num_embeddings, has_dense)
-    DistributedModelParallel(model, device=torch.device("cpu"), sharders=get_default_sharders())
+def refusal(num_embeddings: int, has_dense: bool, how: str) -> str:
+    """Wrap a model and return what `ConfigError` said; the rank and its process group stay usable.
 
-
-def wrap_with_empty_plan(num_embeddings: int, has_dense: bool) -> None:
-    """The user passed a plan that shards nothing."""
+    Args:
+        num_embeddings: Nominal rows of the hashed table.
+        has_dense: Whether the model has something that TorchRec can shard.
+        how: ``"sharders without ours"``: the user forgot them, TorchRec plans what it knows. ``"empty plan"``: the user
+            passed a plan that shards nothing.
+    """
     model = Model(num_embeddings, has_dense)
-    DistributedModelParallel(model, device=torch.device("cpu"), sharders=[], plan=ShardingPlan({}))
+    device = torch.device("cpu")
+    with pytest.raises(ConfigError) as error:
+        if how == "empty plan":
+            DistributedModelParallel(model, device=device, sharders=[], plan=ShardingPlan({}))
+        else:
+            DistributedModelParallel(model, device=device, sharders=get_default_sharders())
+    return str(error.value)

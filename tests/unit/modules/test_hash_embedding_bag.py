@@ -200,11 +200,11 @@ def test_gradients_of_weights(mode: str) -> None:
         weights = features.weights().clone().requires_grad_()
         direction = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
         (pooled(weights) * direction).sum().backward()
-        expected = [
-            float(((pooled(weights.detach() + step) - pooled(weights.detach() - step)) * direction).sum()) / 2
-            for step in torch.eye(len(weights))
-        ]
-        torch.testing.assert_close(weights.grad, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            fixed = weights.detach()
+            differences = [pooled(fixed + step) - pooled(fixed - step) for step in torch.eye(len(weights))]
+        expected = torch.stack([(difference * direction).sum() / 2 for difference in differences])
+        torch.testing.assert_close(weights.grad, expected, rtol=1e-4, atol=1e-5)
     else:
         weights = features.weights().double().requires_grad_()
         assert torch.autograd.gradcheck(lambda w: pooled(w.float()), (weights,), eps=0.5, atol=1e-4, rtol=1e-4)
@@ -444,12 +444,36 @@ def test_state_dict_carries_rows_and_states() -> None:
     assert_same_state(state_of(other), state_of(collection))
 
 
+def test_rows_without_states_start_adagrad_at_its_initial_value() -> None:
+    trained = trainable(torch.optim.SGD, lr=0.1)
+    features = random_batch(KEYS, 4, seed=1)
+    trained(features).values().sum().backward()
+    other = trainable(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.25)
+    other.load_state_dict(trained.state_dict())
+    one = KeyedJaggedTensor(["u", "v", "i", "w"], torch.tensor([10**9]), lengths=torch.tensor([1, 0, 0, 0]))
+    other(one).values().sum().backward()
+    states = other.embedding_bags["user"].get_extra_state()["states"][0]
+    assert sorted(states.unique().tolist()) == [0.25, 1.25]
+
+
+def test_states_of_another_optimizer_are_refused() -> None:
+    other = trainable(torch.optim.Adam, lr=0.1)
+    trained = trainable(torch.optim.Adagrad, lr=0.1)
+    features = random_batch(KEYS, 4, seed=1)
+    trained(features).values().sum().backward()
+    other.load_state_dict(trained.state_dict())
+    with pytest.raises(
+        ConfigError, match=r"table 'user': .* another optimizer than Adam, which needs 2 states a row; .* 1"
+    ):
+        other(features).values().sum().backward()
+
+
 def test_a_state_dict_of_another_dim_is_refused() -> None:
     state = trainable().state_dict()
     other = HashEmbeddingBagCollection([HashEmbeddingBagConfig(10**12, 3, "user")])
     rows = {"ids": torch.tensor([1]), "scores": torch.tensor([1]), "rows": torch.zeros(1, 4), "states": []}
     state = {k: v for k, v in state.items() if ".user." in k or k == "_extra_state"}
-    with pytest.raises(ConfigError, match=r"table 'user': the state_dict has rows of shape \[1, 4\] for 1 ids"):
+    with pytest.raises(ConfigError, match=r"table 'user': rows in the state_dict have shape \[1, 4\] for 1 ids"):
         other.load_state_dict({**state, "embedding_bags.user._extra_state": rows})
 
 
