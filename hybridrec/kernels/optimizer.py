@@ -6,6 +6,7 @@ here (``momentum=0``, ``amsgrad=False``) is accepted: it asks for nothing.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def _split_betas(where: str, value: Any) -> dict[str, float]:
 def _refuse_unless_neutral(where: str, name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     if not neutral or any(value is n or (type(value) in (int, float, bool) and value == n) for n in neutral):
         return
-    if getattr(value, "name", None) in neutral:  # an enum's member, by its name
+    if isinstance(value, enum.Enum) and value.name in neutral:
         return
     allowed = " or ".join(repr(n) for n in neutral)
     raise ConfigError(
@@ -192,7 +193,7 @@ _TORCH_SGD = _Source(
     kind="sgd",
     defaults={"learning_rate": 1e-3},
     names={"lr": "learning_rate", "weight_decay": "weight_decay"},
-    neutral={**_TORCH_IMPLEMENTATION, "momentum": (0, None), "dampening": (0,), "nesterov": (False,)},
+    neutral={**_TORCH_IMPLEMENTATION, "momentum": (0,), "dampening": (0,), "nesterov": (False,)},
 )
 _TORCH_ADAGRAD = _Source(
     kind="adagrad",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -28,13 +26,6 @@ weighted = pytest.mark.parametrize("is_weighted", [False, True])
 each_kernel = pytest.mark.parametrize("kernel_name", ["torch", "tbe"])
 
 
-@pytest.fixture
-def restore_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -46,7 +37,6 @@ def large_batches(spec: KernelSpec, count: int = 3) -> list[Batch]:
 
 @weighted
 @pair
-@pytest.mark.usefixtures("restore_threads")
 def test_threads_and_repeats_give_the_same_bits(kernel_name: str, kind: OptimizerKind, is_weighted: bool) -> None:
     spec = make_spec(kind, (64, 4), num_slots=3000, feature_table=(0, 0, 1), is_weighted=is_weighted)
     results = []

@@ -1,0 +1,139 @@
+"""The host's backend, and what the others say on a machine that lacks them."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from device_backends import cpu, cuda, npu
+from device_backends.base import AcceleratorBackend
+from hybridrec.backend import HOST, DeviceBackend, known_backends, resolve_backend
+from hybridrec.errors import BackendError
+
+
+@pytest.mark.parametrize(
+    ("backend", "device_type", "is_host_memory", "collectives"),
+    [(cpu.backend, "cpu", True, "gloo"), (cuda.backend, "cuda", False, "nccl"), (npu.backend, "npu", False, "hccl")],
+)
+def test_backends_satisfy_the_contract(
+    backend: DeviceBackend, device_type: str, is_host_memory: bool, collectives: str
+) -> None:
+    assert isinstance(backend, DeviceBackend)
+    assert backend.device_type == device_type
+    assert backend.is_host_memory is is_host_memory
+    assert backend.collective_backend == collectives
+
+
+def test_entry_points_lead_to_them() -> None:
+    assert {"cpu", "cuda", "npu"} <= set(known_backends())
+    assert resolve_backend("cpu") is cpu.backend
+
+
+def test_host_backend() -> None:
+    assert cpu.backend.unavailable_reason() is None
+    staging = cpu.backend.empty_staging(10)
+    assert (staging.shape, staging.dtype, staging.device) == ((10,), torch.float32, HOST)
+    cpu.backend.synchronize(HOST)
+    free, total = cpu.backend.memory_bytes(HOST)
+    assert 1 << 20 < free <= total
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dim", "expected"),
+    [
+        ("sgd", 4, "tbe"),
+        ("adagrad", 64, "tbe"),
+        ("rowwise_adagrad", 8, "tbe"),
+        ("sgd", 6, "torch"),
+        ("adagrad", 1, "torch"),
+        ("adam", 64, "torch"),
+    ],
+)
+def test_host_kernels(optimizer: str, dim: int, expected: str) -> None:
+    for is_weighted in (False, True):
+        assert cpu.backend.kernel_name(optimizer=optimizer, dim=dim, is_weighted=is_weighted) == expected
+
+
+@pytest.mark.parametrize("backend", [cuda.backend, npu.backend])
+def test_accelerators_are_served_by_plain_operators(backend: AcceleratorBackend) -> None:
+    assert backend.kernel_name(optimizer="sgd", dim=64, is_weighted=False) == "torch"
+
+
+@pytest.fixture
+def _fresh_reasons() -> None:
+    cuda._unavailable_reason.cache_clear()
+    npu._unavailable_reason.cache_clear()
+
+
+def test_cuda_without_cuda_build(monkeypatch: pytest.MonkeyPatch, _fresh_reasons: None) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    reason = cuda.backend.unavailable_reason()
+    assert reason is not None
+    assert "built without CUDA. Install hybridrec[cuda]" in reason
+    with pytest.raises(BackendError, match="device 'cuda': torch .* is built without CUDA"):
+        cuda.backend.memory_bytes(torch.device("cuda"))
+    cuda._unavailable_reason.cache_clear()
+
+
+def test_cuda_without_gpu(monkeypatch: pytest.MonkeyPatch, _fresh_reasons: None) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = cuda.backend.unavailable_reason()
+    assert reason is not None
+    assert "finds no usable GPU. Check that nvidia-smi" in reason
+    cuda._unavailable_reason.cache_clear()
+
+
+def test_npu_without_torch_npu(monkeypatch: pytest.MonkeyPatch, _fresh_reasons: None) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: None)
+    assert npu._import_torch_npu() == (
+        "torch_npu is not installed. Install hybridrec[npu] in a fresh environment, or use device 'cpu'."
+    )
+
+
+def test_npu_with_a_cuda_build_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    reason = npu._import_torch_npu()
+    assert reason is not None
+    assert "is a CUDA build, with which torch_npu does not work" in reason
+
+
+@pytest.mark.parametrize("error", [ImportError("libhccl.so: cannot open"), OSError("libhccl.so"), RuntimeError("x")])
+def test_npu_without_cann(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(name: str) -> ModuleType:
+        raise error
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(npu.importlib, "import_module", fail)
+    reason = npu._import_torch_npu()
+    assert reason is not None
+    assert str(error) in reason
+    assert "Source CANN's environment" in reason
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in reason
+
+
+def test_accelerator_uses_the_device_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    module = SimpleNamespace(
+        synchronize=lambda device: calls.append(device),
+        mem_get_info=lambda device: (1, 2),
+    )
+
+    class Fake(AcceleratorBackend):
+        device_type = "fake"
+        collective_backend = "fake"
+
+        def unavailable_reason(self) -> str | None:
+            return None
+
+    monkeypatch.setattr(torch, "get_device_module", lambda name: module)
+    backend, device = Fake(), torch.device("meta")
+    backend.synchronize(device)
+    assert calls == [device]
+    assert backend.memory_bytes(device) == (1, 2)

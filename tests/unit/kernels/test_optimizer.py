@@ -1,0 +1,186 @@
+"""Every argument is honoured or refused by name, with the library's own defaults, and nobody's dict is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchrec.optim
+from torchrec.distributed.types import DataType
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from hybridrec._compat.fbgemm import EmbOptimType
+from hybridrec.errors import ConfigError
+from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.types import RowState
+
+SGD, ADAGRAD, ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "expected"),
+    [
+        (SGD, OptimizerSpec(kind="sgd", learning_rate=1e-3)),
+        (ADAGRAD, OptimizerSpec(kind="adagrad", learning_rate=1e-2, eps=1e-10)),
+        (ADAM, OptimizerSpec(kind="adam", learning_rate=1e-3, eps=1e-8)),
+        (RowWiseAdagrad, OptimizerSpec(kind="rowwise_adagrad", learning_rate=1e-2, eps=1e-10)),
+        (torchrec.optim.SGD, OptimizerSpec(kind="sgd", learning_rate=1e-2)),
+        (torchrec.optim.Adagrad, OptimizerSpec(kind="adagrad", learning_rate=1e-2, eps=1e-8)),
+        (torchrec.optim.Adam, OptimizerSpec(kind="adam", learning_rate=1e-2, eps=1e-8)),
+    ],
+)
+def test_defaults_are_those_of_the_class(optimizer_class: type, expected: OptimizerSpec) -> None:
+    assert OptimizerSpec.from_class(optimizer_class, {}, table="t") == expected
+
+
+@pytest.mark.parametrize("optimizer_class", [SGD, ADAGRAD, ADAM, RowWiseAdagrad])
+def test_defaults_are_those_of_the_installed_library(optimizer_class: type) -> None:
+    group = optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+    spec = OptimizerSpec.from_class(optimizer_class, {}, table="t")
+    assert spec.learning_rate == group["lr"]
+    assert spec.weight_decay == group["weight_decay"]
+    assert spec.eps == group.get("eps", spec.eps)
+    assert (spec.beta1, spec.beta2) == group.get("betas", (spec.beta1, spec.beta2))
+    # All the arguments of the class, at their defaults, ask for nothing that is refused.
+    arguments = {k: v for k, v in group.items() if k != "params"}
+    assert OptimizerSpec.from_class(optimizer_class, arguments, table="t") == spec
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "kwargs", "expected"),
+    [
+        (SGD, {"lr": 0.5, "weight_decay": 0.1}, {"learning_rate": 0.5, "weight_decay": 0.1}),
+        (SGD, {"lr": torch.tensor(0.5)}, {"learning_rate": 0.5}),
+        (SGD, {"lr": torch.tensor([0.5])}, {"learning_rate": 0.5}),
+        (SGD, {"lr": 1, "momentum": 0.0, "foreach": True, "fused": None}, {"learning_rate": 1.0}),
+        (ADAGRAD, {"eps": 1e-3, "initial_accumulator_value": 0.2}, {"eps": 1e-3, "initial_accumulator_value": 0.2}),
+        (ADAGRAD, {"lr_decay": 0}, {}),
+        (ADAM, {"betas": (0.5, 0.6), "eps": 1e-6, "amsgrad": False}, {"beta1": 0.5, "beta2": 0.6, "eps": 1e-6}),
+        (RowWiseAdagrad, {"learning_rate": 0.3, "weight_decay": 0.1}, {"learning_rate": 0.3, "weight_decay": 0.1}),
+        (torchrec.optim.Adagrad, {"learning_rate": 0.3, "eps": 0.1}, {"learning_rate": 0.3, "eps": 0.1}),
+        (torchrec.optim.Adam, {"lr": 0.3, "beta1": 0.1, "beta2": 0.2}, {"beta1": 0.1, "beta2": 0.2}),
+    ],
+)
+def test_arguments_are_honoured(optimizer_class: type, kwargs: dict[str, Any], expected: dict[str, float]) -> None:
+    before = dict(kwargs)
+    spec = OptimizerSpec.from_class(optimizer_class, kwargs, table="t")
+    assert {name: getattr(spec, name) for name in expected} == expected
+    assert kwargs == before
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "kwargs", "match"),
+    [
+        (SGD, {"momentum": 0.9}, "table 'user': SGD: momentum=0.9 is not honoured. Accepted: 0"),
+        (SGD, {"dampening": 0.1}, "dampening=0.1 is not honoured"),
+        (SGD, {"nesterov": True}, "nesterov=True is not honoured"),
+        (SGD, {"maximize": True}, "maximize=True is not honoured"),
+        (SGD, {"differentiable": True}, "differentiable=True is not honoured"),
+        (SGD, {"learning_rate": 0.1}, "argument 'learning_rate' is not honoured. Accepted: 'lr', 'weight_decay'"),
+        (SGD, {"lr": -0.1}, "learning_rate=-0.1 is out of range. Accepted: numbers >= 0 and finite"),
+        (SGD, {"lr": float("nan")}, "learning_rate=nan is out of range"),
+        (SGD, {"lr": float("inf")}, "learning_rate=inf is out of range"),
+        (SGD, {"lr": "0.1"}, "lr='0.1' has type str. Pass a number"),
+        (SGD, {"lr": True}, "lr=True has type bool"),
+        (SGD, {"lr": torch.ones(2)}, r"lr is a tensor of shape \[2\]"),
+        (SGD, {"weight_decay": -1}, "weight_decay=-1.0 is out of range"),
+        (ADAGRAD, {"lr_decay": 0.1}, "lr_decay=0.1 is not honoured"),
+        (ADAGRAD, {"eps": -1e-8}, "eps=-1e-08 is out of range"),
+        (ADAGRAD, {"initial_accumulator_value": -1}, "initial_accumulator_value=-1.0 is out of range"),
+        (ADAM, {"amsgrad": True}, "amsgrad=True is not honoured"),
+        (ADAM, {"decoupled_weight_decay": True}, "decoupled_weight_decay=True is not honoured"),
+        (ADAM, {"betas": (0.9, 1.0)}, "beta2=1.0 is out of range. Accepted: numbers >= 0 and < 1"),
+        (ADAM, {"betas": (-0.1, 0.9)}, "beta1=-0.1 is out of range"),
+        (ADAM, {"betas": 0.9}, "betas=0.9 is not a pair"),
+        (ADAM, {"momentum": 0.9}, "argument 'momentum' is not honoured"),
+        (RowWiseAdagrad, {"lr_decay": 0.1}, "lr_decay=0.1 is not honoured"),
+        (RowWiseAdagrad, {"maximize": True}, "maximize=True is not honoured"),
+        (RowWiseAdagrad, {"beta1": 0.1}, "argument 'beta1' is not honoured"),
+        (RowWiseAdagrad, {"lr": 0.1, "learning_rate": 0.1}, "another name of it are both given"),
+        (torchrec.optim.SGD, {"weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
+        (torchrec.optim.SGD, {"eps": 0.1}, "eps=0.1 is not honoured. Accepted: 1e-08"),
+        (torchrec.optim.Adagrad, {"initial_accumulator_value": 0.1}, "'initial_accumulator_value' is not honoured"),
+        (torchrec.optim.Adam, {"weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
+        (torch.optim.AdamW, {}, "optimizer torch.optim.adamw.AdamW cannot run inside the backward.*Accepted: torch"),
+        (torchrec.optim.LAMB, {}, "optimizer torchrec.optim.optimizers.LAMB cannot run"),
+        (type("Mine", (SGD,), {}), {}, "Mine cannot run inside the backward"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(optimizer_class: type, kwargs: dict[str, Any], match: str) -> None:
+    before = dict(kwargs)
+    with pytest.raises(ConfigError, match=match):
+        OptimizerSpec.from_class(optimizer_class, kwargs, table="user")
+    assert kwargs.keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "expected"),
+    [
+        ({"learning_rate": 0.2}, OptimizerSpec(kind="sgd", learning_rate=0.2)),
+        ({"optimizer": EmbOptimType.EXACT_SGD}, OptimizerSpec(kind="sgd", learning_rate=0.01)),
+        (
+            {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.2, "eps": 1e-3},
+            OptimizerSpec(kind="adagrad", learning_rate=0.2, eps=1e-3),
+        ),
+        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}, OptimizerSpec(kind="rowwise_adagrad", eps=1e-8)),
+        (
+            {"optimizer": EmbOptimType.ADAM, "beta1": 0.5, "beta2": 0.6, "lr": 0.1},
+            OptimizerSpec(kind="adam", learning_rate=0.1, beta1=0.5, beta2=0.6),
+        ),
+        (
+            {"weight_decay": 0, "stochastic_rounding": False, "output_dtype": DataType.FP32, "momentum": 0.9},
+            OptimizerSpec(kind="sgd"),
+        ),
+    ],
+)
+def test_fused_params(fused_params: dict[str, Any], expected: OptimizerSpec) -> None:
+    before = dict(fused_params)
+    assert OptimizerSpec.from_fused_params(fused_params, table="t") == expected
+    assert fused_params == before
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "match"),
+    [
+        (
+            {"optimizer": EmbOptimType.LAMB},
+            "table 'user': fused_params optimizer=.*lamb.*Accepted: EmbOptimType.EXACT_SGD",
+        ),
+        ({"optimizer": EmbOptimType.SGD}, "fused_params optimizer=.*sgd"),
+        ({"optimizer": "adagrad"}, "fused_params optimizer='adagrad' cannot be honoured"),
+        ({"weight_decay": 0.1}, "table 'user': fused_params of EXACT_SGD: weight_decay=0.1 is not honoured"),
+        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
+        ({"optimizer": EmbOptimType.ADAM, "weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
+        ({"optimizer": EmbOptimType.EXACT_ADAGRAD, "beta1": 0.8}, "beta1=0.8 is not honoured. Accepted: 0.9"),
+        ({"gradient_clipping": True}, "gradient_clipping=True is not honoured"),
+        ({"max_norm": 1.0}, "max_norm=1.0 is not honoured"),
+        ({"output_dtype": DataType.FP16}, "output_dtype=.*FP16.* is not honoured. Accepted: 'FP32'"),
+        ({"cache_load_factor": 0.1}, "argument 'cache_load_factor' is not honoured. Accepted: 'learning_rate', 'lr'"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 is out of range"),
+    ],
+)
+def test_fused_params_that_are_refused(fused_params: dict[str, Any], match: str) -> None:
+    before = dict(fused_params)
+    with pytest.raises(ConfigError, match=match):
+        OptimizerSpec.from_fused_params(fused_params, table="user")
+    assert fused_params == before
+
+
+def test_row_states() -> None:
+    assert OptimizerSpec(kind="sgd").row_states() == ()
+    assert OptimizerSpec(kind="none").row_states() == ()
+    assert OptimizerSpec(kind="adagrad", initial_accumulator_value=0.5).row_states() == (
+        RowState(name="sum", is_row_wise=False, initial_value=0.5),
+    )
+    assert OptimizerSpec(kind="rowwise_adagrad").row_states() == (RowState(name="sum", is_row_wise=True),)
+    assert [s.name for s in OptimizerSpec(kind="adam").row_states()] == ["exp_avg", "exp_avg_sq"]
+
+
+def test_a_spec_cannot_be_made_wrong() -> None:
+    with pytest.raises(ConfigError, match="kind='rmsprop' is unknown. Known: 'sgd'"):
+        OptimizerSpec(kind="rmsprop")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="optimizer 'adam': beta1=1.0 is out of range"):
+        OptimizerSpec(kind="adam", beta1=1.0)
+    with pytest.raises(ConfigError, match="learning_rate='x' is out of range"):
+        OptimizerSpec(kind="sgd", learning_rate="x")  # type: ignore[arg-type]
