@@ -9,6 +9,7 @@ STACK ?= cpu
 ARGS ?=
 ifdef HYBRIDREC_PYTHON
 PY := $(HYBRIDREC_PYTHON)
+PYTHON := $(PY)
 else
 PY := .venv/bin/python
 endif
@@ -21,6 +22,8 @@ help:  ## show this list
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
 
 env:  ## make or refresh .venv (all others do this first)
+	@$(PYTHON) -c 'import sys; sys.exit("hybridrec needs Python 3.11 or later: make PYTHON=python3.11 ..." \
+	    if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) tools/setup_env.py --stack $(STACK)
 
 demo: env  ## train a small recommender on two CPU processes

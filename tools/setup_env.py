@@ -81,7 +81,7 @@ def check_brought_environment(python: str) -> None:
             f"HYBRIDREC_PYTHON={python}: it must be Python 3.11 or later with hybridrec installed.\n"
             f"Install it there once: {python} -m pip install {STAND_IN} -e '{ROOT}[cpu,{EXTRAS}]'\n"
             "(with an NPU: npu in place of cpu; with a CUDA GPU: cuda in place of cpu, and without the first path)\n"
-            + done.stderr
+            + done.stderr.strip().rpartition("\n")[2]
         )
 
 
@@ -133,10 +133,10 @@ def check_core() -> None:
     if find_compiler() is None:
         say("no C++ compiler found: the numpy core serves, slower. With one (apt install build-essential), run again")
         return
-    fail(
-        f"the C++ core did not build although there is a compiler ({find_compiler()}). Its messages:\n"
-        f"  {VENV_PYTHON} -m pip install -v --no-build-isolation --no-deps -e {ROOT}"
-    )
+    command = [str(VENV_PYTHON), "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps", "-e", str(ROOT)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    sys.stderr.write(done.stdout)
+    fail(f"the C++ core did not build although there is a compiler ({find_compiler()}): see above")
 
 
 def environment_hash(stack: str) -> str:
