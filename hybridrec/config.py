@@ -45,7 +45,7 @@ class _DefaultInitFn(functools.partial):  # type: ignore[type-arg]
 
 
 @dataclass
-class HashEmbeddingBagConfig(EmbeddingBagConfig):
+class HashEmbeddingBagConfig(EmbeddingBagConfig):  # type: ignore[misc]
     """One hashed table whose ids are any int64 values: TorchRec's config and what a hashed table needs beyond it.
 
     Positional parameters are those of `EmbeddingBagConfig`; what is added is keyword-only. Initial rows come from
@@ -77,7 +77,7 @@ class HashEmbeddingBagConfig(EmbeddingBagConfig):
     def __post_init__(self) -> None:
         """Check the config, and fill in ``init_fn`` so that TorchRec's own modules accept it too."""
         if isinstance(self.init_fn, _DefaultInitFn):  # of the config that this one was made from by `replace`
-            self.init_fn = None
+            self.init_fn: Callable[..., Any] | None = None
         _Fields(self).check()
         if self.init_fn is None:
             low, high = self.get_weight_init_min(), self.get_weight_init_max()
@@ -374,7 +374,7 @@ class _Fields:
     def _initializer(self, dim: int) -> Initializer:
         source = self._initializer_source()
         if source == "initializer":
-            return self._config.initializer  # type: ignore[attr-defined, no-any-return]
+            return self._config.initializer  # type: ignore[no-any-return]
         if source == "init_fn":
             # A partial of torch's uniform_ is the very distribution that we can draw for every id.
             uniform_range = _uniform_range(self._config.init_fn)

@@ -146,7 +146,7 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
             bags[t].check_room(ids[t], ordinal=self._num_batches + 1)
         rows = [None if t in trained else bag.read(ids[t]) for t, bag in enumerate(bags)]
         if trained:
-            anchor = torch.zeros((), requires_grad=True)
+            anchor = torch.zeros((), device=self.target_device, dtype=torch.float32, requires_grad=True)
             looked_up = _TrainedRows.apply(anchor, self, [bags[t] for t in trained], [ids[t] for t in trained])
             for t, table_rows in zip(trained, looked_up, strict=True):
                 rows[t] = table_rows
@@ -179,7 +179,7 @@ class _TrainedRows(torch.autograd.Function):
         return tuple(bag.read(ids_N) for bag, ids_N in zip(bags, ids, strict=True))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         """Step. Tables that the loss does not use get zeros, not None."""
         if ctx.ids is None:
@@ -210,7 +210,7 @@ def _by_table(
     features: KeyedJaggedTensor, tables: Sequence[TableConfig], is_weighted: bool, device: torch.device
 ) -> list[_TableBatch]:
     keys = features.keys()
-    lengths = features.lengths().view(len(keys), -1).to(torch.int64)
+    lengths = features.lengths().reshape(len(keys), -1).to(torch.int64)
     counts = lengths.sum(dim=1).tolist()
     ids = features.values().to(HOST, torch.int64).split(counts)
     weights = features.weights().to(device).split(counts) if is_weighted else None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridrec.backend import HOST
 from hybridrec.config import TableConfig
 from hybridrec.errors import CapacityError, ConfigError
 from hybridrec.kernels.optimizer import OptimizerSpec
@@ -82,9 +83,9 @@ class HashEmbeddingBag(nn.Module):
             float32 [N, D] on `rows_device`, a copy.
         """
         row_numbers = [self._row_of_id.get(i, -1) for i in ids_N.tolist()]
-        numbers_N = torch.tensor(row_numbers, dtype=torch.int64)
+        numbers_N = torch.tensor(row_numbers, dtype=torch.int64, device=HOST)
         known = numbers_N >= 0
-        rows_ND = torch.empty((len(row_numbers), self.config.embedding_dim), device=self.rows_device)
+        rows_ND = self._rows.new_empty((len(row_numbers), self.config.embedding_dim))
         rows_ND[known.to(self.rows_device)] = self._rows[numbers_N[known].to(self.rows_device)]
         if not bool(known.all()):
             initial = initial_rows(self._spec, mix64(ids_N[~known].contiguous()))
@@ -101,7 +102,8 @@ class HashEmbeddingBag(nn.Module):
         Raises:
             CapacityError: More rows than ``max_rows``, and none that may be evicted.
         """
-        self._victims(set(ids_N.tolist()), ordinal=ordinal)
+        if self.config.max_rows is not None:  # else there is always room: do not even make the set
+            self._victims(set(ids_N.tolist()), ordinal=ordinal)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ class HashEmbeddingBag(nn.Module):
             self._free_rows.append(self._row_of_id.pop(victim))
             del self._score_of_id[victim]
         is_new = [i not in self._row_of_id for i in ids]
-        new_ids = unique_ids_U[torch.tensor(is_new, dtype=torch.bool)]
+        new_ids = unique_ids_U[torch.tensor(is_new, dtype=torch.bool, device=HOST)]
         new_rows_UD = self.read(new_ids)
         new_numbers = self._take_rows(len(new_ids), spec)
         self._row_of_id.update(zip(new_ids.tolist(), new_numbers, strict=True))
@@ -198,7 +200,7 @@ class HashEmbeddingBag(nn.Module):
                 "Raise max_rows, or set full_policy='grow' (no limit) or 'evict' (drops rows unused for "
                 f"{PROTECTED_BATCHES} batches). The batch was not trained."
             )
-        keys = mix64(torch.tensor(candidates, dtype=torch.int64)).tolist()
+        keys = mix64(torch.tensor(candidates, dtype=torch.int64, device=HOST)).tolist()
         order = sorted((self._score_of_id[i], key % 2**64, i) for i, key in zip(candidates, keys, strict=True))
         return [i for _, _, i in order[:missing]]
 
@@ -224,8 +226,8 @@ class HashEmbeddingBag(nn.Module):
         ids = list(self._row_of_id)
         numbers = torch.tensor([self._row_of_id[i] for i in ids], dtype=torch.int64, device=self.rows_device)
         return {
-            "ids": torch.tensor(ids, dtype=torch.int64),
-            "scores": torch.tensor([self._score_of_id[i] for i in ids], dtype=torch.int64),
+            "ids": torch.tensor(ids, dtype=torch.int64, device=HOST),
+            "scores": torch.tensor([self._score_of_id[i] for i in ids], dtype=torch.int64, device=HOST),
             "rows": self._rows[numbers],
             "states": [state[numbers] for state in self._states],
         }
@@ -239,8 +241,8 @@ class HashEmbeddingBag(nn.Module):
         ids, rows = state["ids"].tolist(), state["rows"]
         if tuple(rows.shape) != (len(ids), self.config.embedding_dim):
             raise ConfigError(
-                f"table {self.config.name!r}: rows in the state_dict have shape {list(rows.shape)} for {len(ids):,} ids, "
-                f"the table has embedding_dim={self.config.embedding_dim}. Load it into the config it was saved with."
+                f"table {self.config.name!r}: rows in the state_dict have shape {list(rows.shape)} for {len(ids):,} "
+                f"ids, the table has embedding_dim={self.config.embedding_dim}. Load it under the config of the save."
             )
         self._row_of_id = {i: row for row, i in enumerate(ids)}
         self._score_of_id = dict(zip(ids, state["scores"].tolist(), strict=True))

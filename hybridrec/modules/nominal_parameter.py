@@ -14,8 +14,6 @@ from hybridrec.errors import ConfigError
 _META = torch.device("meta")
 _MATERIALISING = frozenset(
     {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
-    | {torch.randint_like, torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full}
-    | {torch.Tensor.new_tensor, torch.Tensor.new_empty_strided}
 )
 
 
@@ -26,6 +24,11 @@ class NominalParameter(nn.Parameter):
     pickle, and refuses to be materialised: `DistributedModelParallel` does that with each meta parameter of a module
     that it did not shard, which would silently turn a hashed table into a dense one, or take all memory.
     """
+
+    # What torch's `_apply_optimizer_in_backward` attaches, once for each call.
+    _optimizer_classes: list[type[torch.optim.Optimizer]]
+    _optimizer_kwargs: list[dict[str, Any]]
+    _in_backward_optimizers: list[torch.optim.Optimizer]
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Self:
         """Wrap a tensor; on the meta device unless the caller probes a conversion."""

@@ -280,6 +280,22 @@ def test_the_learning_rate_of_the_attached_optimizer_is_in_force() -> None:
     torch.testing.assert_close(collection(features)["u"], before - 0.25)
 
 
+def test_the_users_default_device_and_dtype_change_nothing() -> None:
+    """Every tensor that is made inside says where and what it is: under the meta device a forgotten one would show."""
+    features = random_batch(KEYS, 4, seed=1)
+    expected = trainable(torch.optim.Adagrad, lr=0.1)
+    expected(features).values().sum().backward()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            actual = trainable(torch.optim.Adagrad, lr=0.1)
+            actual(features).values().sum().backward()
+            states = state_of(actual)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_state(states, state_of(expected))
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 

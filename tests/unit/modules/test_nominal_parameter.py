@@ -30,8 +30,6 @@ MATERIALISATIONS: list[Callable[[Tensor], Any]] = [
     lambda p: torch.full_like(p, 0.5, device="cpu"),
     lambda p: torch.rand_like(p, device="cpu"),
     lambda p: torch.randn_like(p, device="cpu"),
-    lambda p: p.new_empty(p.shape, device="cpu"),
-    lambda p: p.new_zeros(p.shape, device="cpu"),
 ]
 
 
