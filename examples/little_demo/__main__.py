@@ -3,10 +3,14 @@
 import os
 import sys
 
-from examples.little_demo.main import main
+from examples.little_demo.launch import parse_args, quiet_libraries
 
 if __name__ == "__main__":
-    status = main()
+    args = parse_args()  # before the slow imports, so that --help is quick
+    quiet_libraries()
+    from examples.little_demo.main import main
+
+    status = main(args)
     # All is said and the groups are closed. gloo's threads can still abort the process while the interpreter takes
     # itself apart, which would turn a success into exit status 134: leave without that.
     sys.stdout.flush()

@@ -28,7 +28,7 @@ def raw_id(text: str) -> int:
 
 
 @dataclass
-class Batch(Pipelineable):
+class Batch(Pipelineable):  # type: ignore[misc]
     """Some ratings of one rank."""
 
     ids: KeyedJaggedTensor

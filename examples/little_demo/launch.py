@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +59,16 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not positive")
     return number
+
+
+def quiet_libraries() -> None:
+    """Hide what the libraries below say about each other: deprecated calls, hints to their maintainers.
+
+    Call it before torchrec is imported. hybridrec's own warnings stay.
+    """
+    warnings.filterwarnings("ignore", module=r"(torch|torchrec|torchmetrics|fbgemm_gpu)(\.|$)")
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:

@@ -33,7 +33,7 @@ from examples.little_demo.dataset import (
     shuffled,
     split_rows,
 )
-from examples.little_demo.launch import Ranks, join_ranks, leave_ranks, parse_args
+from examples.little_demo.launch import Ranks, join_ranks, leave_ranks
 from examples.little_demo.model import EMBEDDING_DIM, LittleDLRM
 from examples.little_demo.report import gather_stats, hit_rate, plan_lines, stats_lines
 from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, get_default_hybrid_sharders
@@ -202,9 +202,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     train_rows, test_rows = split_rows(len(ratings), args.seed)
     tables = build_tables(ratings, batch_size=args.batch_size, world_size=ranks.world_size, seed=args.seed)
     model, optimizer, plan = build_model(tables, ranks)
-    say(
-        f"ranks: {ranks.world_size} on {ranks.device.type}, seed: {args.seed}, ratings: {len(train_rows):,} to train on"
-    )
+    say(f"ranks: {ranks.world_size} on {ranks.device.type}, seed: {args.seed}, ratings to learn: {len(train_rows):,}")
     say("", *plan_lines(plan, {table.name: table.device_rows for table in tables}), "")
 
     epochs = [batches_of(shuffled(train_rows, args.seed, epoch)) for epoch in range(args.epochs)]
@@ -228,13 +226,12 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     return status
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """The program, in one process of those that torchrun starts.
 
     Returns:
         Exit status.
     """
-    args = parse_args(argv)
     ranks = join_ranks(args)
     status = run(args, ranks)
     leave_ranks(ranks)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.little_demo import dataset, launch, main
+from examples.little_demo import dataset, main
 from examples.little_demo.dataset import Ratings
 from examples.little_demo.launch import Ranks
 from examples.little_demo.report import gather_stats, hit_rate
@@ -22,6 +22,11 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 LN_2 = math.log(2.0)
+
+
+@pytest.fixture(scope="module")
+def ratings() -> Ratings:
+    return dataset.load_ratings()
 
 
 def first_ratings(num_rows: int) -> Ratings:
@@ -98,8 +103,7 @@ def test_seed_decides_the_losses(pool_1: RankPool) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("batch_size", [64, 512, 4_096])
-def test_device_tier_holds_a_batch(batch_size: int, world_size: int) -> None:
-    ratings = dataset.load_ratings()
+def test_device_tier_holds_a_batch(ratings: Ratings, batch_size: int, world_size: int) -> None:
     tables = main.build_tables(ratings, batch_size=batch_size, world_size=world_size, seed=0)
     device_rows = {table.name: table.device_rows for table in tables}
     order = dataset.shuffled(torch.arange(len(ratings)), seed=1, epoch=0)
@@ -127,36 +131,6 @@ def test_full_epochs_are_judged(auc: float, num_batches: int, status: int, words
     got, sentence = main.judge(auc, num_batches=num_batches, batches_per_epoch=157)
     assert got == status
     assert words in sentence
-
-
-@pytest.mark.parametrize("option", ["--epochs", "--batches", "--batch-size", "--ranks"])
-def test_counts_below_one_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        launch.parse_args([option, "0"])
-    assert refused.value.code == 2
-    assert f"argument {option}: 0 is not positive" in capsys.readouterr().err
-
-
-def test_program_outside_torchrun_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match=r"Start it with examples/little_demo/run\.sh"):
-        launch.join_ranks(launch.parse_args([]))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ranks", "3"], "torchrun started 2 processes"),
-        (["--batch-size", "1"], "less than one rating for each of 2 ranks"),
-    ],
-)
-def test_options_that_do_not_fit_the_ranks_are_refused(
-    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match=message):
-        launch.join_ranks(launch.parse_args(options))
 
 
 def run_demo(*options: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,81 @@
+"""Command line, device and warnings of the Little Demo."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from examples.little_demo import launch
+
+
+@pytest.mark.parametrize("option", ["--epochs", "--batches", "--batch-size", "--ranks"])
+def test_counts_below_one_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        launch.parse_args([option, "0"])
+    assert refused.value.code == 2
+    assert f"argument {option}: 0 is not positive" in capsys.readouterr().err
+
+
+def test_program_outside_torchrun_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"Start it with examples/little_demo/run\.sh"):
+        launch.join_ranks(launch.parse_args([]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "3"], "torchrun started 2 processes"),
+        (["--batch-size", "1"], "less than one rating for each of 2 ranks"),
+    ],
+)
+def test_options_that_do_not_fit_the_ranks_are_refused(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=message):
+        launch.join_ranks(launch.parse_args(options))
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"), [(None, "cpu"), ("mps", "cpu"), ("cuda", "cuda:1")], ids=["none", "unknown", "cuda"]
+)
+def test_auto_takes_a_device_that_is_known(found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    chosen: list[int] = []
+    module = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: module)
+    assert launch.choose_device("auto", local_rank=1) == torch.device(expected)
+    assert chosen == ([1] if expected == "cuda:1" else [])
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (0, "--device cuda: torch .* finds none on this machine. Pass --device cpu"),
+        (2, "local rank 2 needs cuda device 2, but this machine has 2 of them. Pass --ranks 2, or --device cpu"),
+    ],
+)
+def test_missing_device_is_refused(count: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(device_count=lambda: count))
+    with pytest.raises(SystemExit, match=message):
+        launch.choose_device("cuda", local_rank=2)
+
+
+def test_only_the_libraries_are_quietened(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchrec", "torch.fx._symbolic_trace"):  # put their levels back afterwards
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.getLogger(name).level)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        launch.quiet_libraries()
+        for module in ("torchrec.distributed.model_parallel", "torch.nn", "hybridrec.config", "torchlike"):
+            warnings.warn_explicit("text", FutureWarning, f"{module}.py", 1, module=module)
+    assert [warning.filename for warning in seen] == ["hybridrec.config.py", "torchlike.py"]
+    assert not logging.getLogger("torchrec.distributed.planner").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("hybridrec").isEnabledFor(logging.WARNING)
