@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -89,7 +91,7 @@ def test_cuda_without_gpu(monkeypatch: pytest.MonkeyPatch, _fresh_reasons: None)
 
 def test_npu_without_torch_npu(monkeypatch: pytest.MonkeyPatch, _fresh_reasons: None) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert npu._import_torch_npu() == (
         "torch_npu is not installed. Install hybridrec[npu] in a fresh environment, or use device 'cpu'."
     )
@@ -109,8 +111,8 @@ def test_npu_without_cann(monkeypatch: pytest.MonkeyPatch, error: Exception) -> 
         raise error
 
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(npu.importlib, "import_module", fail)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(importlib, "import_module", fail)
     reason = npu._import_torch_npu()
     assert reason is not None
     assert str(error) in reason

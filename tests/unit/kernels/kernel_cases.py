@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,12 @@ def make_spec(
     feature_table: Sequence[int] | None = None,
     is_weighted: bool = False,
     learning_rate: float = 0.05,
-    **more: float,
+    more: Mapping[str, float] | None = None,
 ) -> KernelSpec:
     return KernelSpec(
         tables=tuple(KernelTable(name=f"t{i}", dim=d, num_slots=num_slots) for i, d in enumerate(dims)),
         feature_table=tuple(range(len(dims)) if feature_table is None else feature_table),
-        optimizer=OptimizerSpec(kind=kind, learning_rate=learning_rate, **more),
+        optimizer=OptimizerSpec(kind=kind, learning_rate=learning_rate, **(more or {})),
         is_weighted=is_weighted,
         device=HOST,
     )
@@ -119,7 +119,10 @@ class Reference:
         if o.kind == "adagrad":
             return torch.optim.Adagrad([rows], eps=o.eps, initial_accumulator_value=accumulator, **common)
         if o.kind == "rowwise_adagrad":
-            return RowWiseAdagrad([rows], eps=o.eps, initial_accumulator_value=accumulator, **common)
+            optimizer: torch.optim.Optimizer = RowWiseAdagrad(
+                [rows], eps=o.eps, initial_accumulator_value=accumulator, **common
+            )
+            return optimizer
         return torch.optim.Adam([rows], eps=o.eps, betas=(o.beta1, o.beta2), **common)
 
     def set_learning_rate(self, value: float) -> None:

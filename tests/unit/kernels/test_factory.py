@@ -37,7 +37,7 @@ def test_class_of_a_kernel_on_the_host(
     is_weighted: bool,
     num_slots: int,
 ) -> None:
-    spec = make_spec(kind, (dim, dim), is_weighted=is_weighted, num_slots=num_slots, **more)
+    spec = make_spec(kind, (dim, dim), is_weighted=is_weighted, num_slots=num_slots, more=more)
     assert type(make_kernel(spec)) is expected
 
 
@@ -87,7 +87,7 @@ def test_tbe_kernel_refuses_what_fbgemm_cannot_do(
     kind: OptimizerKind, dims: tuple[int, ...], feature_table: tuple[int, ...], more: dict[str, float], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
-        TbeKernel(make_spec(kind, dims, feature_table=feature_table, **more))
+        TbeKernel(make_spec(kind, dims, feature_table=feature_table, more=more))
 
 
 def test_a_backend_that_names_an_unknown_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

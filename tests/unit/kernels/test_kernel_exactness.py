@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from hybridrec.kernels import torch_kernel
 from hybridrec.kernels.base import KernelSpec
 from hybridrec.kernels.optimizer import OptimizerKind
 from tests.unit.kernels.kernel_cases import (
+    KERNELS,
     PAIRS,
     Batch,
     all_states,
@@ -87,12 +90,15 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: OptimizerKind, dim: int) 
     assert equal(everything(together), everything(alone))
 
 
-@pytest.mark.parametrize("dim", [1, 3, 8, 64])
+@pytest.mark.parametrize(
+    ("kernel_name", "dim"),
+    [("torch", 1), ("torch", 3), ("torch", 8), ("torch", 64), ("tbe", 4), ("tbe", 8), ("tbe", 64)],
+)
 @weighted
-def test_torch_kernel_adds_in_the_order_of_positions(dim: int, is_weighted: bool) -> None:
+def test_rows_are_added_in_the_order_of_positions(kernel_name: str, dim: int, is_weighted: bool) -> None:
     # Values of very different size: any other order of additions gives other bits.
     spec = make_spec("sgd", (dim,), num_slots=50, is_weighted=is_weighted, learning_rate=1.0)
-    kernel = make_kernel("torch", spec)
+    kernel = make_kernel(kernel_name, spec)
     rows = kernel.slot_arrays(0).weights
     generator = torch.Generator().manual_seed(1)
     rows.mul_(10.0 ** torch.randint(-4, 5, (50, 1), generator=generator))
@@ -108,27 +114,33 @@ def test_torch_kernel_adds_in_the_order_of_positions(dim: int, is_weighted: bool
 
 
 @weighted
-@pytest.mark.parametrize("kernel_name", ["torch", "tbe"])
-def test_gradients_are_added_in_the_order_of_feature_bag_position(kernel_name: str, is_weighted: bool) -> None:
+@pytest.mark.parametrize("num_bags", [30, 3000])
+@each_kernel
+def test_gradients_are_added_in_the_order_of_feature_bag_position(
+    kernel_name: str, num_bags: int, is_weighted: bool
+) -> None:
+    torch.set_num_threads(2)
     spec = make_spec("sgd", (4,), num_slots=2, feature_table=(0, 0), is_weighted=is_weighted, learning_rate=1.0)
     kernel = make_kernel(kernel_name, spec)
     kernel.slot_arrays(0).weights.zero_()
     generator = torch.Generator().manual_seed(2)
-    num_bags = 30
-    grad = torch.randn((num_bags, 8), generator=generator)
-    grad *= 10.0 ** torch.randint(-4, 5, (num_bags, 2), generator=generator).repeat_interleave(4, 1)
+    # Values of very different size: any other order of additions gives other bits.
+    sizes = 10.0 ** torch.randint(-4, 5, (num_bags, 2), generator=generator)
+    grad = torch.randn((num_bags, 8), generator=generator) * sizes.repeat_interleave(4, 1)
+    weight = 0.5 if is_weighted else 1.0  # a power of two: no rounding of its own
     batch = Batch(
         torch.ones(2 * num_bags, dtype=torch.int64),
         torch.arange(2 * num_bags + 1),
-        torch.full((2 * num_bags,), 0.5) if is_weighted else None,
+        torch.full((2 * num_bags,), weight) if is_weighted else None,
         grad,
     )
     train(kernel, batch, step=1)
-    total = torch.zeros(4)
-    for feature in range(2):
-        for bag in range(num_bags):
-            total = total + grad[bag, feature * 4 : feature * 4 + 4] * (0.5 if is_weighted else 1.0)
+    total, backwards = torch.zeros(4), torch.zeros(4)
+    occurrences = list(grad.view(num_bags, 2, 4).transpose(0, 1).reshape(-1, 4) * weight)
+    for occurrence, last_first in zip(occurrences, reversed(occurrences), strict=True):
+        total, backwards = total + occurrence, backwards + last_first
     assert torch.equal(kernel.slot_arrays(0).weights[1], -total)
+    assert not torch.equal(total, backwards)
 
 
 @pair
@@ -278,9 +290,7 @@ def test_tables_without_slots_may_grow_later(kernel_name: str) -> None:
 
 @each_kernel
 def test_slots_start_as_zeros_on_a_cache_line(kernel_name: str) -> None:
-    kernel = make_kernel(kernel_name, make_spec("adagrad", (8,)))
-    fresh = type(kernel)(kernel.spec)  # type: ignore[call-arg]
-    arrays = fresh.slot_arrays(0)
+    arrays = KERNELS[kernel_name](make_spec("adagrad", (8,))).slot_arrays(0)
     assert all(not x.any() for x in (arrays.weights, *all_states(arrays)))
     assert arrays.weights.data_ptr() % 64 == 0
 
@@ -311,3 +321,19 @@ def test_the_size_of_a_block_changes_no_bit(kind: OptimizerKind, monkeypatch: py
         results.append(everything(kernel))
     assert equal(results[0], results[1])
     assert equal(results[1], results[2])
+
+
+@each_kernel
+def test_slots_take_no_memory_before_they_are_used(kernel_name: str) -> None:
+    mib = 1 << 20
+    before = _resident_bytes()
+    kernel = KERNELS[kernel_name](make_spec("adagrad", (64, 64), num_slots=512 * 1024))
+    assert kernel.slot_arrays(1).weights.nbytes == 128 * mib
+    assert _resident_bytes() - before < 16 * mib
+    kernel.slot_arrays(1).weights.fill_(1.0)
+    assert _resident_bytes() - before > 96 * mib
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

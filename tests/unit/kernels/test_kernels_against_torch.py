@@ -65,10 +65,10 @@ def test_equals_torch_after_200_steps(
     ],
 )
 def test_every_argument_is_honoured(kernel_name: str, kind: OptimizerKind, more: dict[str, float]) -> None:
-    spec = make_spec(kind, (8,), **more)
+    spec = make_spec(kind, (8,), more=more)
     kernel = make_kernel(kernel_name, spec)
     reference = Reference(kernel)
-    without = {name: make_kernel(kernel_name, make_spec(kind, (8,), **_all_but(more, name))) for name in more}
+    without = {name: make_kernel(kernel_name, make_spec(kind, (8,), more=_all_but(more, name))) for name in more}
     for step in range(1, 21):
         batch = random_batch(spec, seed=step)
         train(kernel, batch, step=step)
