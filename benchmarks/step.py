@@ -57,6 +57,7 @@ def make_batches(args: argparse.Namespace, pooling: int) -> tuple[list[Tensor], 
 
 
 def bare_table(args: argparse.Namespace) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """FBGEMM's tables, all in one object, as TorchRec builds them."""
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
         [(args.rows, args.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * args.tables,
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -72,9 +73,7 @@ def bare_table(args: argparse.Namespace) -> SplitTableBatchedEmbeddingBagsCodege
 def hashed_collection(args: argparse.Namespace) -> torch.nn.Module:
     """Sharded over this one rank, all rows in the device tier."""
     configs = [
-        HashEmbeddingBagConfig(
-            name=f"t{t}", num_embeddings=args.rows, embedding_dim=args.dim, feature_names=[f"f{t}"]
-        )
+        HashEmbeddingBagConfig(name=f"t{t}", num_embeddings=args.rows, embedding_dim=args.dim, feature_names=[f"f{t}"])
         for t in range(args.tables)
     ]
     model = HashEmbeddingBagCollection(configs)
@@ -127,7 +126,12 @@ def run(args: argparse.Namespace, pooling: int) -> float:
         looked_up = time.perf_counter()
         out.backward(grad)
         end = time.perf_counter()
-        return {"total": end - start, "map + swap": mapped - start, "forward": looked_up - mapped, "backward": end - looked_up}
+        return {
+            "total": end - start,
+            "map + swap": mapped - start,
+            "forward": looked_up - mapped,
+            "backward": end - looked_up,
+        }
 
     times: dict[str, list[dict[str, float]]] = {"bare": [], "ours": []}
     sides: list[tuple[str, Callable[[int], dict[str, float]]]] = [("bare", step_bare), ("ours", step_ours)]
@@ -148,13 +152,15 @@ def run(args: argparse.Namespace, pooling: int) -> float:
     ratio = median["ours"] / median["bare"]
     print(
         f"pooling {pooling:2d}: bare {median['bare']:7.2f} ms [{spread['bare'][0]:.2f}-{spread['bare'][1]:.2f}]  "
-        f"ours {median['ours']:7.2f} ms [{spread['ours'][0]:.2f}-{spread['ours'][1]:.2f}]  ratio {ratio:.3f}  ({stages})",
+        f"ours {median['ours']:7.2f} ms [{spread['ours'][0]:.2f}-{spread['ours'][1]:.2f}]  "
+        f"ratio {ratio:.3f}  ({stages})",
         flush=True,
     )
     return ratio
 
 
 def main() -> None:
+    """Parse the command line and print one line a pooling factor."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("--rows", type=int, default=100_000, help="rows of each table")

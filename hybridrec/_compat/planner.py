@@ -54,14 +54,10 @@ def _wrap_storages() -> None:
         )
         device_bytes, host_bytes = tiers(kwargs["compute_kernel"], kwargs["world_size"], kwargs["caching_ratio"])
         if kwargs["compute_device"] == HOST.type:
-            return [
-                storage_type(hbm=s.hbm, ddr=s.ddr + device_bytes + host_bytes, ssd=s.ssd) for s in in_and_out
-            ]
-        return [
-            storage_type(hbm=s.hbm + device_bytes, ddr=s.ddr + host_bytes, ssd=s.ssd) for s in in_and_out
-        ]
+            return [storage_type(hbm=s.hbm, ddr=s.ddr + device_bytes + host_bytes, ssd=s.ssd) for s in in_and_out]
+        return [storage_type(hbm=s.hbm + device_bytes, ddr=s.ddr + host_bytes, ssd=s.ssd) for s in in_and_out]
 
-    estimators.calculate_shard_storages = calculate_shard_storages
+    setattr(estimators, "calculate_shard_storages", calculate_shard_storages)  # noqa: B010 - a module from importlib
 
 
 def _wrap_bandwidths() -> None:

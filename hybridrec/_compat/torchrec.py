@@ -21,7 +21,8 @@ def _fail(symbol: str, detail: str) -> BackendError:
     except importlib.metadata.PackageNotFoundError:
         version = "none"
     return BackendError(
-        f"TorchRec {version}: {symbol} {detail}. hybridrec was tested with {' and '.join(_TESTED)}; install one of them."
+        f"TorchRec {version}: {symbol} {detail}. hybridrec was tested with {' and '.join(_TESTED)}: "
+        "install one of them."
     )
 
 

@@ -36,7 +36,7 @@ class HostMemorySwapper:
 
 
 class StagedSwapper:
-    """For slots in device memory: gather -> staging -> device, and back. Synchronous: it returns when rows have landed."""
+    """For slots in device memory: gather -> staging -> device, and back. `swap` returns when rows have landed."""
 
     def __init__(
         self,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 class TransactionState(enum.Enum):
+    """See the module's drawing."""
+
     PLANNED = "planned"
     READY = "ready"
     COMPUTING = "computing"

@@ -17,7 +17,7 @@ def check_host_env(host_env: ShardingEnv) -> dist.ProcessGroup:
     example = 'ShardingEnv(world_size=..., rank=..., pg=dist.new_group(backend="gloo"))'
     if not isinstance(host_env, ShardingEnv):
         raise ConfigError(f"host_env={host_env!r} has type {type(host_env).__name__}. Pass {example}.")
-    group = host_env.process_group
+    group: dist.ProcessGroup | None = host_env.process_group
     if group is None:
         raise ConfigError(f"host_env has no process group, so ids cannot travel between ranks. Pass {example}.")
     backend = dist.get_backend(group)

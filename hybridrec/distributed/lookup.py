@@ -165,7 +165,8 @@ class PooledLookup(nn.Module):
         """COMPUTE: float32 [bags of all ranks, columns of all kernels], on the device."""
         if batch.transaction is None:
             return self._read(batch)
-        return _PooledLookup.apply(self._anchor, self, batch)
+        pooled: Tensor = _PooledLookup.apply(self._anchor, self, batch)
+        return pooled
 
     def stats(self) -> tuple[TableStats, ...]:
         """One value a table, this rank's."""
@@ -212,9 +213,7 @@ class PooledLookup(nn.Module):
                 self._read_to_device(handle, buffers, counts.tolist())
         finally:
             self._group.end_read(handle)
-        pooled = [
-            reader.forward(*self._kernel_input(k, batch, index_N))[0] for k, reader in enumerate(readers)
-        ]
+        pooled = [reader.forward(*self._kernel_input(k, batch, index_N))[0] for k, reader in enumerate(readers)]
         return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0]
 
     def _read_to_device(self, handle: int, buffers: Sequence[Tensor], counts: Sequence[int]) -> None:
@@ -236,8 +235,11 @@ class PooledLookup(nn.Module):
             offsets = offsets[first * bags : last * bags + 1] - start
             index_N = index_N[start:end]
             weights = weights[start:end] if weights is not None else None
-        to_device = {"device": self._device, "non_blocking": True}
-        return index_N.to(**to_device), offsets.to(**to_device), None if weights is None else weights.to(**to_device)
+        return (
+            index_N.to(self._device, non_blocking=True),
+            offsets.to(self._device, non_blocking=True),
+            weights.to(self._device, non_blocking=True) if weights is not None else None,
+        )
 
     # ---- slots and kernels ---------------------------------------------------------------------------------------
 
@@ -245,9 +247,7 @@ class PooledLookup(nn.Module):
         owners = tuple(t for t, table in enumerate(tables) for _ in range(table.num_features))
         return make_kernel(
             KernelSpec(
-                tables=tuple(
-                    KernelTable(name=t.name, dim=t.layout.dim, num_slots=t.placed.num_slots) for t in tables
-                ),
+                tables=tuple(KernelTable(name=t.name, dim=t.layout.dim, num_slots=t.placed.num_slots) for t in tables),
                 feature_table=owners,
                 optimizer=tables[0].optimizer,
                 is_weighted=self._is_weighted,
@@ -280,7 +280,9 @@ class PooledLookup(nn.Module):
     def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
         sizes = [[counts[t] for t in self.kernel_tables(k)] for k in range(len(self._kernels))]
         if not self._readers:
-            self._readers = [kernel.reader([max(1, n) for n in s]) for kernel, s in zip(self._kernels, sizes, strict=True)]
+            self._readers = [
+                kernel.reader([max(1, n) for n in s]) for kernel, s in zip(self._kernels, sizes, strict=True)
+            ]
         for reader, wanted in zip(self._readers, sizes, strict=True):
             have = [t.num_slots for t in reader.spec.tables]
             if any(n > h for n, h in zip(wanted, have, strict=True)):

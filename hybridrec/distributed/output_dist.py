@@ -37,7 +37,7 @@ class RankOrderPooledDist(nn.Module):
         return _PartialPools(partial, list(batch_size_per_rank), self._rank, self._group)
 
 
-class _PartialPools(Awaitable[Tensor]):
+class _PartialPools(Awaitable[Tensor]):  # type: ignore[misc]
     """The exchange in flight; the sum happens at `wait`."""
 
     def __init__(self, partial: Tensor, sizes: list[int], rank: int, group: dist.ProcessGroup) -> None:
@@ -46,14 +46,13 @@ class _PartialPools(Awaitable[Tensor]):
         own = sizes[rank]
         data = partial.detach().contiguous()
         self._received = data.new_empty((len(sizes) * own, data.shape[1]))
-        self._work = dist.all_to_all_single(
-            self._received, data, [own] * len(sizes), sizes, group=group, async_op=True
-        )
+        self._work = dist.all_to_all_single(self._received, data, [own] * len(sizes), sizes, group=group, async_op=True)
         self._sent = data  # alive until the exchange is over
 
     def _wait_impl(self) -> Tensor:
         self._work.wait()
-        return _SumInRankOrder.apply(self._partial, self._received, self._sizes, self._rank, self._group)
+        pooled: Tensor = _SumInRankOrder.apply(self._partial, self._received, self._sizes, self._rank, self._group)
+        return pooled
 
 
 class _SumInRankOrder(torch.autograd.Function):
@@ -81,7 +80,5 @@ class _SumInRankOrder(torch.autograd.Function):
         if all(size == own for size in sizes):
             dist.all_gather_into_tensor(gathered, grad, group=ctx.group)
         else:
-            dist.all_to_all_single(
-                gathered, grad.repeat(world_size, 1), sizes, [own] * world_size, group=ctx.group
-            )
+            dist.all_to_all_single(gathered, grad.repeat(world_size, 1), sizes, [own] * world_size, group=ctx.group)
         return gathered, None, None, None, None

@@ -102,7 +102,7 @@ class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def create_input_dist(self, device: torch.device | None = None) -> Any:
-        pools_group = self._pg
+        pools_group: dist.ProcessGroup = self._pg
         if (device or self._device) == HOST:
             self._pg = self._host_group
         try:

@@ -37,7 +37,7 @@ from hybridrec.modules.input_check import check_features
 
 
 @dataclass
-class HashBatchContext(Multistreamable):
+class HashBatchContext(Multistreamable):  # type: ignore[misc]
     """What one batch carries from its input dist to its output dist."""
 
     sharding_contexts: list[Any] = field(default_factory=list)
@@ -52,8 +52,9 @@ class HashBatchContext(Multistreamable):
         """Nothing here is device memory."""
 
 
-class ShardedHashEmbeddingBagCollection(  # type: ignore[misc]
-    ShardedEmbeddingModule[KJTList, list[Tensor], KeyedTensor, HashBatchContext], FusedOptimizerModule
+class ShardedHashEmbeddingBagCollection(
+    ShardedEmbeddingModule[KJTList, list[Tensor], KeyedTensor, HashBatchContext],  # type: ignore[misc]
+    FusedOptimizerModule,  # type: ignore[misc]
 ):
     """Row-wise sharded hashed tables: ids travel over the host group, pools over the device group.
 
@@ -114,9 +115,7 @@ class ShardedHashEmbeddingBagCollection(  # type: ignore[misc]
             features = self._feature_order.empty()
         if self._columns.has_mean:
             ctx.lengths = features.lengths().view(len(features.keys()), features.stride())
-        ctx.sharding_contexts.append(
-            EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key())
-        )
+        ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key()))
         with torch.no_grad():
             return KJTListSplitsAwaitable([self._input_dists[0](features)], ctx)
 
@@ -204,8 +203,8 @@ class ShardedHashEmbeddingBagCollection(  # type: ignore[misc]
     def _no_state_dict(self, call: str) -> StateError:
         names = ", ".join(repr(c.name) for c in self._table_configs)
         return StateError(
-            f"{call}: the rows of the hashed tables {names} cannot be saved or loaded this way in this version; without "
-            "them a checkpoint would be silently incomplete. For the dense part alone use "
+            f"{call}: the rows of the hashed tables {names} cannot be saved or loaded this way in this version; "
+            "without them a checkpoint would be silently incomplete. For the dense part alone use "
             "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
         )
 
@@ -219,9 +218,7 @@ class ShardedHashEmbeddingBagCollection(  # type: ignore[misc]
         optimizers = []
         for k, kernel in enumerate(lookup.kernels):
             tables = lookup.kernel_tables(k)
-            params = {
-                f"embedding_bags.{lookup.table_names[t]}.weight": lookup.slot_parameters[t] for t in tables
-            }
+            params = {f"embedding_bags.{lookup.table_names[t]}.weight": lookup.slot_parameters[t] for t in tables}
             optimizers.append(("", HashFusedOptimizer(kernel, params)))
         self._optimizer = CombinedOptimizer(optimizers)
 

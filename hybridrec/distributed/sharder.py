@@ -77,7 +77,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         return [placement.value for placement in Placement]
 
     def shardable_parameters(self, module: HashEmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """table -> nominal parameter, which tells the planner what the table takes in each tier."""
+        """Table -> nominal parameter, which tells the planner what the table takes in each tier."""
         parameters = {}
         for table in resolve_tables(module.embedding_bag_configs()):
             parameter = module.embedding_bags[table.name].weight
@@ -204,8 +204,8 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         if needed > total:
             largest = max(tables, key=lambda t: t.placed.num_slots * t.layout.slot_bytes)
             raise BackendError(
-                f"the slots of {len(tables)} tables take {needed:,} bytes on {device}, which has {total:,}. The largest "
-                f"is {largest.name!r}: {largest.placed.num_slots:,} slots, kernel {largest.placed.placement.value!r}. "
+                f"the slots of {len(tables)} tables take {needed:,} bytes on {device}, which has {total:,}. The "
+                f"largest is {largest.name!r}: {largest.placed.num_slots:,} slots, kernel {largest.placed.placement.value!r}. "
                 "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
             )
 

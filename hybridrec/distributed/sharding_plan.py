@@ -18,7 +18,9 @@ __all__ = [
 ]
 
 
-def get_default_hybrid_sharders(host_env: ShardingEnv, host_memory_bytes: int | None = None) -> list[ModuleSharder[Any]]:
+def get_default_hybrid_sharders(
+    host_env: ShardingEnv, host_memory_bytes: int | None = None
+) -> list[ModuleSharder[Any]]:
     """TorchRec's default sharders, with ours for hashed and for plain embedding bag collections.
 
     Args:

@@ -46,4 +46,6 @@ def agree(error: Exception | None, host_group: dist.ProcessGroup | None) -> Hybr
     first = refusing[0]
     message = bytes(everyone[first].tolist())
     text = message[4 : 4 + int.from_bytes(message[2:4], "little")].decode(errors="replace")
-    return _CLASSES[message[1]](f"{text} (refused by rank {first}; the batch was undone on all {host_group.size()} ranks)")
+    return _CLASSES[message[1]](
+        f"{text} (refused by rank {first}; the batch was undone on all {host_group.size()} ranks)"
+    )

@@ -2,7 +2,8 @@
 
 One ``ShardGroup`` holds, on one rank, the shards of all tables of one collection: for each table an id map
 (key -> row number, score), a slot index (row number <-> slot, pins, least recent use) and a chunked row store.
-The caller is one ``BatchTransaction`` a batch. Words and letters as in ``hybridrec.types`` and docs/design/transaction.md.
+The caller is one ``BatchTransaction`` a batch. Words and letters as in ``hybridrec.types`` and
+docs/design/transaction.md.
 
 Memory: all arrays are host memory, C-contiguous, owned by the caller, not kept after the call returns, except those
 given to ``bind_slots``. The C++ core takes them as addresses, the reference as numpy arrays; the facade in
@@ -59,6 +60,8 @@ class ShardSpec:
 
 
 class PlanStatus(enum.IntEnum):
+    """Whether a plan was taken, else why not, and what its figures mean then."""
+
     OK = 0
     NO_SLOTS = 1  # needed: slots that the batch needs; available: C; pinned: slots pinned by other batches
     QUOTA = 2  # full_policy "error", or "evict" with too few evictable rows; needed: rows, available: quota
@@ -114,7 +117,9 @@ class ShardGroup(Protocol):
     def __init__(self, specs: Sequence[ShardSpec], *, host_budget_bytes: int = 0, num_threads: int = 1) -> None:
         """``host_budget_bytes`` 0 = no limit."""
 
-    def bind_slots(self, table: int, weights: object, row_states: Sequence[object], row_wise_states: Sequence[object]) -> None:
+    def bind_slots(
+        self, table: int, weights: object, row_states: Sequence[object], row_wise_states: Sequence[object]
+    ) -> None:
         """Tell where the slots of a table are in host memory: weights [C, D], M x [C, D], A x [C], float32.
 
         The arrays must outlive the group or the next bind. Only needed for ``swap``, ``flush`` and ``read_rows``.
@@ -128,7 +133,8 @@ class ShardGroup(Protocol):
 
         Args:
             keys: int64 [N], ``mix64`` of the ids, feature after feature.
-            feature_offsets: int64 [F + 1], positions of the features in ``keys``; features of one table need not be adjacent.
+            feature_offsets: int64 [F + 1], positions of the features in ``keys``; features of one table need not be
+                adjacent.
             feature_table: int64 [F].
             slots: int64 [N], written: the slot of every key.
 
@@ -136,8 +142,9 @@ class ShardGroup(Protocol):
         free row number (freed ones first, last freed first), score = ordinal; a known key's old score is kept in the
         journal and its score becomes ordinal. At the quota: "error" refuses; "evict" drops the rows with the lowest
         (score, key as uint64) among those with score < ordinal - 12, one for each missing row, or refuses. Then, in
-        order of first occurrence, unique rows without a slot get one: free slots first (lowest first at the start, then last freed first), then victims:
-        unpinned slots in order of (ordinal of last use, order of use within that batch). Every unique row's slot is pinned once.
+        order of first occurrence, unique rows without a slot get one: free slots first (last freed first, then those
+        never used, lowest first), then victims: unpinned slots in order of (ordinal of last use, order of use within
+        that batch). Every unique row's slot is pinned once.
         """
 
     def swap(self, ordinal: int) -> None:
@@ -165,10 +172,13 @@ class ShardGroup(Protocol):
         Legal only after ``swap`` of that batch, or for a batch whose swap never began (then loads are dropped too).
         """
 
-    def read_plan(self, keys: object, feature_offsets: object, feature_table: object, index: object, unique_counts: object) -> int:
+    def read_plan(
+        self, keys: object, feature_offsets: object, feature_table: object, index: object, unique_counts: object
+    ) -> int:
         """Read-only MAP: number the unique keys of each table in order of first occurrence; returns a handle.
 
-        ``index`` int64 [N], written: 0 .. U_t - 1 within its table. ``unique_counts`` int64 [T], written. Changes nothing.
+        ``index`` int64 [N], written: 0 .. U_t - 1 within its table. ``unique_counts`` int64 [T], written. Changes
+        nothing.
         """
 
     def read_rows(self, handle: int, buffers: Sequence[object], host_only: bool) -> None:

@@ -42,7 +42,11 @@ class Heads(nn.Module):
 
 def hashed(name: str, dim: int, features: list[str]) -> HashEmbeddingBagCollection:
     config = HashEmbeddingBagConfig(
-        name=name, num_embeddings=200, embedding_dim=dim, feature_names=features, device_rows=60,
+        name=name,
+        num_embeddings=200,
+        embedding_dim=dim,
+        feature_names=features,
+        device_rows=60,
         initializer=Uniform(-0.1, 0.1),
     )
     return HashEmbeddingBagCollection([config])

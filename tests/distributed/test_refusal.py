@@ -202,7 +202,12 @@ def two_forwards_one_backward() -> dict[str, object]:
     pinned_two = sum(s.pins for s in dmp.module.ebc.stats())
     loss.backward()
     stats = dmp.module.ebc.stats()
-    return {"one": pinned_one, "two": pinned_two, "after": sum(s.pins for s in stats), "uniques": [s.uniques for s in stats]}
+    return {
+        "one": pinned_one,
+        "two": pinned_two,
+        "after": sum(s.pins for s in stats),
+        "uniques": [s.uniques for s in stats],
+    }
 
 
 def test_two_forwards_one_backward(pool_1: RankPool) -> None:

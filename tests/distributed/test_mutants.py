@@ -1,0 +1,148 @@
+"""The oracle test must be able to fail: each named mutation of the code breaks it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrec.cache.swap import HostMemorySwapper
+from hybridrec.cache.transaction import BatchTransaction, TransactionLog
+from hybridrec.distributed import input_dist, output_dist
+from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.native.protocol import Plan
+from tests.distributed.scenario import Scenario, run_against_oracle
+from tests.distributed.test_refusal import forward_only, refuse_one
+from tests.ranks import RankPool
+
+
+@contextlib.contextmanager
+def skip_a_write_back() -> Iterator[None]:
+    """The victims of one batch leave zeros in the store."""
+    real = HostMemorySwapper.swap
+    done = []
+
+    def swap(self: HostMemorySwapper, plan: Plan) -> None:
+        real(self, plan)
+        if plan.num_write_backs and plan.ordinal > 5 and not done:
+            done.append(plan.ordinal)
+            self._group.scatter_victims(plan.ordinal, torch.zeros(1 << 16))
+
+    with mock.patch.object(HostMemorySwapper, "swap", swap):
+        yield
+
+
+@contextlib.contextmanager
+def skip_loads() -> Iterator[None]:
+    """A batch without new rows finds whatever its slots hold."""
+    real = HostMemorySwapper.swap
+
+    def swap(self: HostMemorySwapper, plan: Plan) -> None:
+        if plan.ordinal != 12:
+            real(self, plan)
+
+    with mock.patch.object(HostMemorySwapper, "swap", swap):
+        yield
+
+
+@contextlib.contextmanager
+def step_twice() -> Iterator[None]:
+    """Adam's bias correction is one step ahead."""
+    real = PooledLookup.update
+
+    def update(self: PooledLookup, *args: Any) -> None:
+        self.log.committed += 1
+        real(self, *args)
+        self.log.committed -= 1
+
+    with mock.patch.object(PooledLookup, "update", update):
+        yield
+
+
+@contextlib.contextmanager
+def sum_in_reverse() -> Iterator[None]:
+    """Partial pools are added from the last rank to the first."""
+    real = output_dist._SumInRankOrder.apply
+
+    def apply(partial: Tensor, received: Tensor, sizes: list[int], rank: int, group: Any) -> Tensor:
+        parts = received.view(len(sizes), sizes[rank], received.shape[1])
+        return real(partial, parts.flip(0).reshape(received.shape), sizes, rank, group)
+
+    with mock.patch.object(output_dist._SumInRankOrder, "apply", apply):
+        yield
+
+
+@contextlib.contextmanager
+def route_by_id() -> Iterator[None]:
+    """Ids are sent by their own value: some land on a rank that does not own them."""
+    with mock.patch.object(input_dist, "mix64", lambda ids: ids.clone()):
+        yield
+
+
+@contextlib.contextmanager
+def no_undo() -> Iterator[None]:
+    """A refused or abandoned batch keeps what it changed."""
+    with mock.patch.object(BatchTransaction, "undo", lambda self: None):
+        yield
+
+
+@contextlib.contextmanager
+def forget_abandoned() -> Iterator[None]:
+    """A freed graph keeps its pins."""
+    with mock.patch.object(TransactionLog, "settle", lambda self: self.abandoned.clear()):
+        yield
+
+
+MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    f.__name__: f
+    for f in (skip_a_write_back, skip_loads, step_twice, sum_in_reverse, route_by_id, no_undo, forget_abandoned)
+}
+
+
+def run_mutant(name: str, scenario: Scenario) -> str:
+    """What the oracle comparison says of a mutated run."""
+    with MUTATIONS[name]():
+        try:
+            run_against_oracle(scenario)
+        except (AssertionError, RuntimeError, KeyError) as e:
+            return f"caught: {type(e).__name__}"
+    return "not caught"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "optimizer"),
+    [
+        ("skip_a_write_back", 1, "adagrad"),
+        ("skip_loads", 1, "sgd"),
+        ("step_twice", 1, "adam"),
+        ("sum_in_reverse", 3, "sgd"),
+        ("route_by_id", 1, "sgd"),
+    ],
+)
+def test_oracle_catches(pools: dict[int, RankPool], name: str, world_size: int, optimizer: str) -> None:
+    scenario = Scenario(steps=40, optimizer=optimizer, batch_size=5 if world_size > 2 else 8, ids_per_table=200)
+    results = pools[world_size].run(run_mutant, name, scenario)
+    assert any(r.startswith("caught") for r in results), results
+
+
+def run_refusal_mutant(name: str, function: str) -> bool:
+    """Whether the mutated refusal run still looks right."""
+    with MUTATIONS[name]():
+        try:
+            if function == "refuse":
+                result = refuse_one("float ids", 1)
+                return bool(result["unchanged"] and result["goes on"])
+            result = forward_only("abandoned")
+            return result["pins"] == 0 and bool(result["goes on"])
+        except (AssertionError, RuntimeError):
+            return False
+
+
+@pytest.mark.parametrize(("name", "function"), [("no_undo", "refuse"), ("forget_abandoned", "abandon")])
+def test_refusal_tests_catch(pool_2: RankPool, name: str, function: str) -> None:
+    assert not all(pool_2.run(run_refusal_mutant, name, function))
