@@ -13,9 +13,9 @@ SOFT_LINES = 400
 HARD_LINES = 600
 
 # Written in pieces, so that this file does not contain what it looks for.
+FOLDERS = ("wo" + "rk", "ro" + "ot", "ho" + "me", "op" + "t", "Us" + "ers")  # codespell:ignore
 MACHINE_PATH = re.compile(
-    r"(?<![\w.\-/])/(?:" + "|".join(["wo" + "rk", "ro" + "ot", "ho" + "me", "op" + "t", "Us" + "ers"]) + r")/"
-    "|" + "file" + ":///" + "|" + r"index" + r"-url\s+https?://(?!download\.pytorch\.org)"
+    rf"(?<![\w.\-/])/(?:{'|'.join(FOLDERS)})/|file:/{'//'}|index-url\s+https?://(?!download\.pytorch)"
 )
 
 

@@ -10,7 +10,8 @@ import pytest
 from tests.repo.sources import ROOT, imports_of, repository_files, tree_of
 
 TEST_FILES = [path for path in repository_files("tests", suffixes=(".py",)) if path.name.startswith("test_")]
-CHECKING_CALLS = ("raises", "warns", "fail", "assert_")
+CHECKING_CALLS = ("raises", "warns", "fail", "assert_", "check_")
+"""pytest's and torch's names, and ours: a function named `check_x` raises unless x holds."""
 
 
 def functions_of(path: Path) -> dict[str, ast.AST]:
