@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_first_block_of_the_readme_is_the_two_commands() -> None:
     assert first is not None and first[1] == "bash"
     commands = [line.partition("#")[0].strip() for line in first[2].splitlines()]
     assert commands == ["make demo", "make test"]
+
+
+def test_the_table_of_stacks_has_the_pins_of_pyproject() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = (ROOT / "README.md").read_text()
+    for stack in ("cpu", "cuda", "npu"):
+        (row,) = re.findall(rf"^\| `{stack}` \|.*$", text, re.MULTILINE)
+        versions = {pin.partition("==")[2] for pin in extras[stack] if "==" in pin}
+        assert set(re.findall(r"\d+\.\d+\.[\w.]+", row)) == versions
 
 
 def test_every_make_command_in_the_documents_exists() -> None:
