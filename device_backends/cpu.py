@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from hybridrec.errors import BackendError
+
+_MEMINFO = Path("/proc/meminfo")
+# cgroup v2 and v1; without a limit the first says "max", the second more bytes than any machine has
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _TBE_OPTIMIZERS = frozenset({"sgd", "adagrad", "rowwise_adagrad"})
 _TBE_DIM_MULTIPLE = 4
 
@@ -35,16 +42,27 @@ class CpuBackend:
         """Nothing to wait for: work on the host is done when the call returns."""
 
     def memory_bytes(self, device: torch.device) -> tuple[int, int]:
-        """(available, total) bytes of the machine. A cgroup's limit is the caller's business: host budgets know it."""
-        fields = _meminfo_kib()
-        return fields["MemAvailable"] * 1024, fields["MemTotal"] * 1024
+        """(available, total) bytes: the machine's, but no more than this process's memory cgroup may take in all.
+
+        What others in the cgroup take now is not subtracted. Source: proc(5), cgroups(7).
+
+        Raises:
+            BackendError: The system does not say (it is no Linux).
+        """
+        fields = dict(line.partition(":")[::2] for line in _read(_MEMINFO).splitlines())
+        if "MemTotal" not in fields or "MemAvailable" not in fields:
+            raise BackendError(f"device 'cpu': {_MEMINFO} does not say how much memory there is. Run on Linux.")
+        limits = [int(text) for path in _CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]
+        available, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+        return min([available, *limits]), min([total, *limits])
 
 
-def _meminfo_kib() -> dict[str, int]:
-    """The lines of /proc/meminfo, in KiB. Source: proc(5)."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        lines = (line.partition(":") for line in file)
-        return {name: int(value.split()[0]) for name, _, value in lines}
+def _read(path: Path) -> str:
+    """The text of a file, empty if there is none."""
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 backend = CpuBackend()

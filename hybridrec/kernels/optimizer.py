@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -149,7 +150,7 @@ def _scalar(where: str, name: str, value: Any) -> float:
         if value.numel() != 1:
             raise ConfigError(f"{where}: {name} is a tensor of shape {list(value.shape)}. Pass a number or a scalar.")
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{where}: {name}={value!r} has type {type(value).__name__}. Pass a number.")
     return float(value)
 
@@ -161,7 +162,7 @@ def _split_betas(where: str, value: Any) -> dict[str, float]:
 
 
 def _refuse_unless_neutral(where: str, name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    if not neutral or any(value is n or (type(value) in (int, float, bool) and value == n) for n in neutral):
+    if not neutral or any(value is n or (isinstance(value, numbers.Real) and value == n) for n in neutral):
         return
     if isinstance(value, enum.Enum) and value.name in neutral:
         return

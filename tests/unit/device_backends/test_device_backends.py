@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -41,6 +42,23 @@ def test_host_backend() -> None:
     cpu.backend.synchronize(HOST)
     free, total = cpu.backend.memory_bytes(HOST)
     assert 1 << 20 < free <= total
+
+
+def test_host_memory_is_what_machine_and_cgroup_allow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    meminfo, v1, v2 = tmp_path / "meminfo", tmp_path / "v1", tmp_path / "v2"
+    monkeypatch.setattr(cpu, "_MEMINFO", meminfo)
+    monkeypatch.setattr(cpu, "_CGROUP_LIMITS", (v2, v1))
+    with pytest.raises(BackendError, match=r"device 'cpu': .*meminfo does not say how much memory.*Run on Linux"):
+        cpu.backend.memory_bytes(HOST)
+    meminfo.write_text("MemTotal:    2000 kB\nMemFree:     10 kB\nMemAvailable:    1000 kB\nHugePages_Total:  0\n")
+    assert cpu.backend.memory_bytes(HOST) == (1000 * 1024, 2000 * 1024)
+    v2.write_text("max\n")
+    v1.write_text("9223372036854771712\n")
+    assert cpu.backend.memory_bytes(HOST) == (1000 * 1024, 2000 * 1024)
+    v2.write_text("1500000\n")
+    assert cpu.backend.memory_bytes(HOST) == (1000 * 1024, 1500000)
+    v1.write_text("4096\n")
+    assert cpu.backend.memory_bytes(HOST) == (4096, 4096)
 
 
 @pytest.mark.parametrize(

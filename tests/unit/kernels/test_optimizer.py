@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchrec.optim
@@ -53,6 +54,7 @@ def test_defaults_are_those_of_the_installed_library(optimizer_class: type) -> N
         (SGD, {"lr": 0.5, "weight_decay": 0.1}, {"learning_rate": 0.5, "weight_decay": 0.1}),
         (SGD, {"lr": torch.tensor(0.5)}, {"learning_rate": 0.5}),
         (SGD, {"lr": torch.tensor([0.5])}, {"learning_rate": 0.5}),
+        (SGD, {"lr": np.float32(0.5), "momentum": np.float32(0)}, {"learning_rate": 0.5}),
         (SGD, {"lr": 1, "momentum": 0.0, "foreach": True, "fused": None}, {"learning_rate": 1.0}),
         (ADAGRAD, {"eps": 1e-3, "initial_accumulator_value": 0.2}, {"eps": 1e-3, "initial_accumulator_value": 0.2}),
         (ADAGRAD, {"lr_decay": 0}, {}),
