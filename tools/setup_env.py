@@ -31,6 +31,7 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "hybridrec_stamp.json"
 NATIVE = ROOT / "hybridrec" / "native"
+PACKAGES = ("hybridrec", "device_backends")
 STAND_IN = ROOT / "device_backends" / "fbgemm_cpu"
 MIN_PYTHON = (3, 11)
 EXTRAS = "test,dev"
@@ -95,7 +96,7 @@ def refresh(stack: str) -> None:
     if found.get("environment") != wanted["environment"]:
         make_environment(stack)
     else:
-        say("C++ sources changed: building hybridrec's core")
+        say("C++ sources or modules were added or changed: installing hybridrec anew")
         install_hybridrec(dependencies=False, extras="")
     check_core()
     STAMP.write_text(json.dumps(wanted))
@@ -147,10 +148,14 @@ def environment_hash(stack: str) -> str:
 
 
 def core_hash() -> str:
-    """Of the C++ sources, and of whether there is a compiler."""
+    """Of the C++ sources, of whether there is a compiler, and of which Python files there are.
+
+    The names of these, not their content: an editable installation finds modules by a table made when it is installed.
+    """
     files = [NATIVE / "CMakeLists.txt", NATIVE / "bind.cpp"]
     files += [p for folder in ("include", "src") for p in (NATIVE / folder).rglob("*") if p.is_file()]
-    parts = [str(find_compiler()).encode()]
+    modules = sorted(p.relative_to(ROOT) for folder in PACKAGES for p in (ROOT / folder).rglob("*.py"))
+    parts = [str(find_compiler()).encode(), "\n".join(str(p) for p in modules).encode()]
     for path in sorted(p for p in files if p.exists()):
         parts += [bytes(path.relative_to(ROOT)), path.read_bytes()]
     return hash_of(parts)

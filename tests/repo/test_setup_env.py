@@ -71,6 +71,17 @@ def test_an_edited_core_is_rebuilt_without_asking_for_packages(checkout: Checkou
     assert checkout.refresh() == []
 
 
+def test_a_new_module_is_made_known_but_an_edited_one_is_left_alone(checkout: Checkout) -> None:
+    module = checkout.root / "hybridrec" / "new.py"
+    checkout.refresh()
+    module.write_text("x = 1")
+    assert len(checkout.refresh()) == 1
+    module.write_text("x = 2")
+    assert checkout.refresh() == []
+    module.unlink()
+    assert len(checkout.refresh()) == 1
+
+
 def test_changed_pins_and_another_stack_install_anew(checkout: Checkout) -> None:
     checkout.refresh()
     with (checkout.root / "pyproject.toml").open("a") as file:
