@@ -4,9 +4,9 @@ Standard library only, from any working directory:
 
     python3 tools/setup_env.py [--stack cpu|cuda|npu]
 
-What is installed, and in which version, is in pyproject.toml alone. `.venv` is refreshed when pyproject.toml changes
-and hybridrec alone is rebuilt when its C++ sources change; a stamp in `.venv` holds the hashes. The build runs without
-isolation, in a folder that stays, so that a rebuild compiles only what was edited.
+What is installed, and in which version, is in pyproject.toml alone. `.venv` is refreshed when pyproject.toml changes,
+and hybridrec alone is installed anew when its C++ sources change or modules come and go; a stamp in `.venv` holds the
+hashes. The build runs without isolation, in a folder that stays, so that a rebuild compiles only what was edited.
 
 With the environment variable HYBRIDREC_PYTHON set to an interpreter nothing is made or installed: that environment is
 used as it is, after a check that hybridrec is installed in it.
