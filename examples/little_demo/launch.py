@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Device type -> backend of its process group."""
-RUN = "examples/little_demo/run.sh"
+DEFAULT_RANKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,11 @@ class Ranks:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends the process with a usage text if it is wrong."""
     parser = argparse.ArgumentParser(
-        prog=RUN,
+        prog="examples/little_demo/run.sh",
         description="Train a small DLRM on MovieLens (100,004 ratings). Its hashed tables are larger than their device "
         "tier, so that rows move between device and host. Prints the plan, losses, held-out AUC, where the rows are, "
         "hit rates and speed.",
-        epilog=f"Exit status: 0; 1 if a full epoch did not reach an AUC of 0.77. Short try: {RUN} --batches 20",
+        epilog="Exit status: 0; 1 if a full epoch did not reach an AUC of 0.77. Short try: %(prog)s --batches 20",
     )
     add = parser.add_argument
     add(
@@ -46,7 +48,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         help="default auto: cuda or npu if present, else cpu",
     )
-    add("--ranks", type=_positive, metavar="W", help="processes to start, each on a device of its own (default: 2)")
+    add(
+        "--ranks",
+        type=_positive,
+        metavar="W",
+        help=f"processes to start, each on a device of its own (default: {DEFAULT_RANKS})",
+    )
     add("--epochs", type=_positive, default=1, metavar="N", help="passes over the training part (default: 1)")
     add("--batches", type=_positive, metavar="N", help="stop after N batches; short of an epoch the AUC is not judged")
     add("--batch-size", type=_positive, default=512, metavar="B", help="ratings a batch, over all ranks (default: 512)")
@@ -55,10 +62,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def quiet_libraries() -> None:
@@ -72,11 +78,11 @@ def quiet_libraries() -> None:
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank, made the current one of its type.
+    """The device of a rank.
 
     Args:
         name: cpu, cuda, npu, or auto.
-        local_rank: Number of this process on its machine; rank r takes device r.
+        local_rank: Number of the process on its machine; rank r takes device r.
 
     Raises:
         SystemExit: There is no such device.
@@ -88,8 +94,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         return torch.device(name)
     if name == "npu":
         importlib.import_module("torch_npu")  # teaches torch the device
-    module = torch.get_device_module(name)
-    count = module.device_count()
+    count = torch.get_device_module(name).device_count()
     if count == 0:
         raise SystemExit(f"--device {name}: torch {torch.__version__} finds none on this machine. Pass --device cpu.")
     if local_rank >= count:
@@ -97,28 +102,56 @@ def choose_device(name: str, local_rank: int) -> torch.device:
             f"local rank {local_rank} needs {name} device {local_rank}, but this machine has {count} of them. "
             f"Pass --ranks {count}, or --device cpu."
         )
-    module.set_device(local_rank)
     return torch.device(name, local_rank)
+
+
+def check_batch_size(batch_size: int, world_size: int) -> None:
+    """Every rank needs something to do.
+
+    Raises:
+        SystemExit: A batch has fewer ratings than there are ranks.
+    """
+    if batch_size < world_size:
+        raise SystemExit(f"--batch-size {batch_size}: less than one rating for each of {world_size} ranks. Raise it.")
+
+
+def start_ranks(args: argparse.Namespace, argv: list[str]) -> int:
+    """Start one process a rank and wait for all, as ``torchrun --standalone --nproc-per-node=W`` does.
+
+    Args:
+        args: What ``argv`` says.
+        argv: Options of the program.
+
+    Returns:
+        Exit status: that of the first process that failed, or 0.
+
+    Raises:
+        SystemExit: The options do not fit this machine. Said once here rather than by every rank.
+    """
+    world_size = args.ranks or DEFAULT_RANKS
+    check_batch_size(args.batch_size, world_size)
+    choose_device(args.device, world_size - 1)
+    try:
+        torchrun(["--standalone", f"--nproc-per-node={world_size}", "-m", "examples.little_demo", *argv])
+    except ChildFailedError as error:  # the rank has said why; torchrun's own trace would bury it
+        _, failure = error.get_first_failure()
+        return max(1, failure.exitcode)  # negative: killed by a signal
+    return 0
 
 
 def join_ranks(args: argparse.Namespace) -> Ranks:
     """Meet the other processes that torchrun started. Collective.
 
     Raises:
-        SystemExit: torchrun did not start this process, or the options do not fit what it started.
+        SystemExit: The options do not fit what torchrun started.
     """
-    if "RANK" not in os.environ:
-        raise SystemExit(f"This program runs as several processes. Start it with {RUN}, or with torchrun.")
     world_size = int(os.environ["WORLD_SIZE"])
     if args.ranks not in (None, world_size):
-        raise SystemExit(
-            f"--ranks {args.ranks}, but torchrun started {world_size} processes. {RUN} starts as many as asked."
-        )
-    if args.batch_size < world_size:
-        raise SystemExit(
-            f"--batch-size {args.batch_size}: less than one rating for each of {world_size} ranks. Raise it."
-        )
+        raise SystemExit(f"--ranks {args.ranks}, but torchrun started {world_size} processes. Leave --ranks out.")
+    check_batch_size(args.batch_size, world_size)
     device = choose_device(args.device, int(os.environ["LOCAL_RANK"]))
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
     dist.init_process_group(COLLECTIVES[device.type])
     return Ranks(
         rank=dist.get_rank(),

@@ -1,6 +1,6 @@
 """Train the little DLRM on hashed tables that are larger than their device tier.
 
-What differs from a TorchRec script is marked (hybridrec). Start it with `run.sh`.
+What differs from a TorchRec script is marked (hybridrec). `run.sh` starts it.
 """
 
 from __future__ import annotations

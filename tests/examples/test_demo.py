@@ -168,7 +168,7 @@ def test_launcher_explains_itself_without_starting_ranks() -> None:
 def test_launcher_refuses_a_number_of_ranks_that_is_none() -> None:
     done = run_demo("--ranks", "two")
     assert done.returncode == 2
-    assert "--ranks 'two' is not a number of processes" in done.stderr
+    assert "argument --ranks: 'two' is not a whole number from 1 on" in done.stderr
 
 
 @pytest.mark.slow

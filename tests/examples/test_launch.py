@@ -8,22 +8,54 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from examples.little_demo import launch
 
 
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", ""])
 @pytest.mark.parametrize("option", ["--epochs", "--batches", "--batch-size", "--ranks"])
-def test_counts_below_one_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_below_one_are_refused(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        launch.parse_args([option, "0"])
+        launch.parse_args([f"{option}={text}"])
     assert refused.value.code == 2
-    assert f"argument {option}: 0 is not positive" in capsys.readouterr().err
+    assert f"argument {option}: {text!r} is not a whole number from 1 on" in capsys.readouterr().err
 
 
-def test_program_outside_torchrun_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match=r"Start it with examples/little_demo/run\.sh"):
-        launch.join_ranks(launch.parse_args([]))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cpu", "--batch-size", "1"], "less than one rating for each of 2 ranks"),
+        (["--device", "cuda", "--ranks", "3"], "local rank 2 needs cuda device 2"),
+    ],
+)
+def test_options_that_do_not_fit_the_machine_start_nothing(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "torchrun", started.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(device_count=lambda: 2))
+    with pytest.raises(SystemExit, match=message):
+        launch.start_ranks(launch.parse_args(options), options)
+    assert started == []
+
+
+def test_options_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "torchrun", started.append)
+    options = ["--device", "cpu", "--ranks", "3", "--seed", "7"]
+    assert launch.start_ranks(launch.parse_args(options), options) == 0
+    assert started == [["--standalone", "--nproc-per-node=3", "-m", "examples.little_demo", *options]]
+
+
+@pytest.mark.parametrize(("exitcode", "status"), [(1, 1), (2, 2), (-9, 1)])
+def test_status_is_that_of_the_rank_that_failed(exitcode: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: list[str]) -> None:
+        failure = ProcessFailure(local_rank=1, pid=2**22 + 1, exitcode=exitcode, error_file="<N/A>")
+        raise ChildFailedError("demo", {1: failure})
+
+    monkeypatch.setattr(launch, "torchrun", fail)
+    assert launch.start_ranks(launch.parse_args(["--device", "cpu"]), []) == status
 
 
 @pytest.mark.parametrize(
@@ -48,11 +80,8 @@ def test_options_that_do_not_fit_the_ranks_are_refused(
 def test_auto_takes_a_device_that_is_known(found: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = None if found is None else torch.device(found)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
-    chosen: list[int] = []
-    module = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
-    monkeypatch.setattr(torch, "get_device_module", lambda name: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(device_count=lambda: 2))
     assert launch.choose_device("auto", local_rank=1) == torch.device(expected)
-    assert chosen == ([1] if expected == "cuda:1" else [])
 
 
 @pytest.mark.parametrize(
