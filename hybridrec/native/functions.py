@@ -1,0 +1,99 @@
+"""The free functions of the core, on torch tensors in host memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrec.errors import ConfigError, IdError
+from hybridrec.native import reference
+from hybridrec.native.checks import check_initial, check_tensor
+from hybridrec.native.core import CoreName, require_compiled_core, serving_core
+from hybridrec.native.protocol import ShardSpec
+
+
+def mix64(ids: Tensor, *, core: CoreName | None = None) -> Tensor:
+    """The keys of ids: a bijection of int64 onto itself.
+
+    Args:
+        ids: int64, contiguous, host memory, any shape.
+        core: Which core computes; None: the one that serves.
+
+    Returns:
+        int64, a new tensor of the same shape.
+
+    Raises:
+        IdError: ids has another dtype or place, or is not contiguous.
+    """
+    return _map_int64("mix64", "ids", ids, core)
+
+
+def unmix64(keys: Tensor, *, core: CoreName | None = None) -> Tensor:
+    """The ids of keys: the inverse of `mix64`, with the same arguments."""
+    return _map_int64("unmix64", "keys", keys, core)
+
+
+def initial_rows(spec: ShardSpec, keys: Tensor, *, core: CoreName | None = None) -> Tensor:
+    """The rows that keys have before they were ever trained.
+
+    Args:
+        spec: Of the table; dim, table_seed, init_kind, init_a, init_b and bank are read.
+        keys: int64 [n], `mix64` of the ids, contiguous, host memory.
+        core: Which core computes; None: the one that serves.
+
+    Returns:
+        float32 [n, D], a new tensor.
+
+    Raises:
+        IdError: keys has another dtype, shape or place.
+        ConfigError: The spec has no such rows.
+    """
+    check_tensor("initial_rows", "keys", keys, torch.int64, [None], error=IdError)
+    check_initial(spec)
+    out = torch.empty((keys.numel(), spec.dim), dtype=torch.float32, device=keys.device)
+    if (core or serving_core()) == "reference":
+        reference.initial_rows(spec, keys.detach().numpy(), out.numpy())
+        return out
+    require_compiled_core().initial_rows(
+        **initial_fields(spec), dim=spec.dim, keys_ptr=keys.data_ptr(), n=keys.numel(), out_ptr=out.data_ptr()
+    )
+    return out
+
+
+def table_seed(seed: int, name: str, *, core: CoreName | None = None) -> int:
+    """What tells the initial rows of one table from those of every other; a uint64.
+
+    Args:
+        seed: The user's, any int in int64 or uint64.
+        name: Of the table.
+        core: Which core computes; None: the one that serves.
+    """
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"table {name!r}: seed={seed} does not fit in 64 bits.")
+    if (core or serving_core()) == "reference":
+        return reference.table_seed(seed, name)
+    return int(require_compiled_core().table_seed(seed % 2**64, name))
+
+
+def initial_fields(spec: ShardSpec) -> dict[str, int | float]:
+    """What the compiled core takes to make initial rows. The bank must outlive the call, or the group."""
+    has_bank = isinstance(spec.bank, np.ndarray)
+    return {
+        "table_seed": spec.table_seed,
+        "init_kind": int(spec.init_kind),
+        "init_a": spec.init_a,
+        "init_b": spec.init_b,
+        "bank_ptr": spec.bank.ctypes.data if spec.bank is not None and has_bank else 0,
+        "bank_rows": len(spec.bank) if spec.bank is not None and has_bank else 0,
+    }
+
+
+def _map_int64(call: str, name: str, values: Tensor, core: CoreName | None) -> Tensor:
+    check_tensor(call, name, values, torch.int64, error=IdError)
+    out = torch.empty_like(values)
+    if (core or serving_core()) == "reference":
+        getattr(reference, call)(values.detach().numpy().reshape(-1), out.numpy().reshape(-1))
+    else:
+        getattr(require_compiled_core(), call)(values.data_ptr(), out.data_ptr(), values.numel())
+    return out

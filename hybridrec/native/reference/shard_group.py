@@ -1,0 +1,387 @@
+"""`ShardGroup`: the shards of one collection, and the batches in flight. See ``protocol.ShardGroup`` for each call.
+
+Batches are *open* from plan until they are undone, or committed together with all earlier ones. Rows move in batch
+order; a batch may be undone while a later one is open only if its own rows have moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridrec.errors import CapacityError, StateError
+from hybridrec.native.protocol import Counters, Plan, PlanStatus, ShardSpec
+from hybridrec.native.reference.journal import BatchJournal
+from hybridrec.native.reference.table_shard import Decision, Records, Refusal, SlotMemory, TableShard
+
+Int64s = NDArray[np.int64]
+
+LAST_ORDINAL = 2**32 - 2
+"""Scores are uint32."""
+
+
+class ShardGroup:
+    """The reference implementation of `hybridrec.native.protocol.ShardGroup`; arrays are numpy arrays."""
+
+    def __init__(self, specs: Sequence[ShardSpec], *, host_budget_bytes: int = 0, num_threads: int = 1) -> None:
+        """
+        Args:
+            specs: One a table.
+            host_budget_bytes: Most host memory; 0 = no limit.
+            num_threads: No effect: this implementation has one thread.
+        """
+        self._tables = [TableShard(spec) for spec in specs]
+        self._budget = host_budget_bytes
+        self._open: dict[int, BatchJournal] = {}  # by ordinal, ascending
+        self._last_ordinal = 0
+        self._reads: dict[int, list[list[int]]] = {}  # handle -> unique keys of every table
+        self._last_handle = 0
+        self._lock = threading.RLock()
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    def bind_slots(
+        self, table: int, weights: Records, row_states: Sequence[Records], row_wise_states: Sequence[Records]
+    ) -> None:
+        with self._lock:
+            self._tables[table].memory = SlotMemory(weights, row_states, row_wise_states)
+
+    def resize_slots(self, table: int, num_slots: int) -> None:
+        with self._lock:
+            shard = self._tables[table]
+            if num_slots < shard.slots.num_slots:
+                raise StateError(
+                    f"table {shard.spec.name!r}: resize_slots({num_slots:,}) would shrink its "
+                    f"{shard.slots.num_slots:,} slots; they only grow. Nothing changed."
+                )
+            if pins := shard.slots.pins:
+                raise StateError(
+                    f"table {shard.spec.name!r}: resize_slots() while batches in flight hold {pins:,} pins. Commit or "
+                    "undo them first. Nothing changed."
+                )
+            shard.slots.num_slots = num_slots
+            shard.memory = None
+
+    # ---- MAP -----------------------------------------------------------------------------------------------------
+
+    def plan(self, keys: Int64s, feature_offsets: Int64s, feature_table: Int64s, slots: Int64s) -> Plan:
+        with self._lock:
+            ordinal = self._last_ordinal + 1
+            if ordinal > LAST_ORDINAL:
+                raise StateError(f"batch {ordinal:,}: ordinals are used up (uint32). Nothing changed.")
+            occurrences = self._by_table(keys, feature_offsets, feature_table)
+            decisions = self._decide(occurrences, ordinal)
+            if isinstance(decisions, Plan):
+                return decisions
+            journals = [shard.apply(d, ordinal) for shard, d in zip(self._tables, decisions, strict=True)]
+            self._last_ordinal = ordinal
+            self._open[ordinal] = BatchJournal(ordinal, journals)
+            for (positions, table_keys), decision in zip(occurrences, decisions, strict=True):
+                slots[positions] = [decision.slot_of_key[key] for key in table_keys]
+            moves = [move for decision in decisions for move in decision.moves]
+            num_inits = sum(move.is_new for move in moves)
+            return Plan(
+                status=PlanStatus.OK,
+                table=-1,
+                needed=0,
+                available=0,
+                pinned=0,
+                ordinal=ordinal,
+                num_unique=sum(len(d.keys) for d in decisions),
+                num_loads=len(moves) - num_inits,
+                num_inits=num_inits,
+                num_victims=sum(move.victim >= 0 for move in moves),
+                num_write_backs=sum(move.is_victim_dirty for move in moves),
+            )
+
+    def _by_table(self, keys: Int64s, feature_offsets: Int64s, feature_table: Int64s) -> list[tuple[Int64s, list[int]]]:
+        """(positions in ``keys``, the keys there) of every table: features in order, keys in order."""
+        parts: list[list[Int64s]] = [[np.empty(0, dtype=np.int64)] for _ in self._tables]
+        for feature, table in enumerate(feature_table.tolist()):
+            parts[table].append(np.arange(feature_offsets[feature], feature_offsets[feature + 1]))
+        positions = [np.concatenate(part) for part in parts]
+        return [(p, keys[p].tolist()) for p in positions]
+
+    def _decide(self, occurrences: list[tuple[Int64s, list[int]]], ordinal: int) -> list[Decision] | Plan:
+        decisions: list[Decision] = []
+        bytes_left = self._budget - self._host_bytes()
+        for t, (shard, (_, keys)) in enumerate(zip(self._tables, occurrences, strict=True)):
+            decision = shard.decide(keys, ordinal)
+            if isinstance(decision, Decision):
+                extra = shard.extra_host_bytes(decision)
+                if self._budget and extra > bytes_left:
+                    decision = Refusal(PlanStatus.HOST_BUDGET, extra, max(0, bytes_left))
+                bytes_left -= extra
+            if isinstance(decision, Refusal):
+                shard.counters.rejected += 1
+                return Plan(decision.status, t, decision.needed, decision.available, decision.pinned, 0, 0, 0, 0, 0, 0)
+            decisions.append(decision)
+        return decisions
+
+    # ---- SWAP ----------------------------------------------------------------------------------------------------
+
+    def swap(self, ordinal: int) -> None:
+        with self._lock:
+            batch = self._to_move(ordinal, "swap")
+            work = [
+                (shard, journal, self._bound(shard, "swap"))
+                for shard, journal in zip(self._tables, batch.tables, strict=True)
+                if journal.moves
+            ]
+            for shard, journal, memory in work:
+                shard.write_back(journal, memory)
+                shard.load(journal, memory)
+            self._moved(batch)
+
+    def swap_counts(self, ordinal: int, counts: Int64s) -> None:
+        with self._lock:
+            batch = self._batch(ordinal, "swap_counts")
+            counts[...] = [(len(journal.moves), len(journal.write_backs)) for journal in batch.tables]
+
+    def swap_slots(self, ordinal: int, load_slots: Int64s, victim_slots: Int64s) -> None:
+        with self._lock:
+            batch = self._batch(ordinal, "swap_slots")
+            load_slots[...] = [move.slot for journal in batch.tables for move in journal.moves]
+            victim_slots[...] = [move.slot for journal in batch.tables for move in journal.write_backs]
+
+    def scatter_victims(self, ordinal: int, staging: NDArray[np.float32]) -> None:
+        with self._lock:
+            batch = self._to_move(ordinal, "scatter_victims")
+            parts = self._records(staging, [len(journal.write_backs) for journal in batch.tables])
+            for shard, journal, records in zip(self._tables, batch.tables, parts, strict=True):
+                for move, record in zip(journal.write_backs, records, strict=True):
+                    shard.store.write(move.victim, record)
+            batch.is_scattered = True
+
+    def gather_loads(self, ordinal: int, staging: NDArray[np.float32]) -> None:
+        with self._lock:
+            batch = self._to_move(ordinal, "gather_loads")
+            if not batch.is_scattered and any(journal.write_backs for journal in batch.tables):
+                raise StateError(
+                    f"batch {ordinal}: gather_loads() before scatter_victims() could load rows that are still to be "
+                    "written back. Nothing changed."
+                )
+            parts = self._records(staging, [len(journal.moves) for journal in batch.tables])
+            for shard, journal, records in zip(self._tables, batch.tables, parts, strict=True):
+                records[...] = shard.incoming(journal)
+            self._moved(batch)
+
+    def _records(self, staging: NDArray[np.float32], counts: Sequence[int]) -> Iterator[Records]:
+        """The part of a staging buffer that each table has, as records."""
+        position = 0
+        for shard, n in zip(self._tables, counts, strict=True):
+            end = position + n * shard.record_floats
+            yield staging[position:end].reshape(n, shard.record_floats)
+            position = end
+
+    def _moved(self, batch: BatchJournal) -> None:
+        for shard, journal in zip(self._tables, batch.tables, strict=True):
+            shard.moved(journal)
+        batch.is_moved = True
+
+    # ---- COMMIT and undo -----------------------------------------------------------------------------------------
+
+    def commit(self, ordinal: int) -> None:
+        with self._lock:
+            batch = self._batch(ordinal, "commit")
+            for earlier in self._open.values():
+                if earlier.ordinal <= ordinal and not earlier.is_moved:
+                    raise StateError(
+                        f"batch {ordinal}: commit() before the swap of batch {earlier.ordinal}. Nothing changed."
+                    )
+            for shard, journal in zip(self._tables, batch.tables, strict=True):
+                shard.commit(journal)
+            batch.is_committed = True
+            self._finalize()
+
+    def undo(self, ordinal: int) -> None:
+        with self._lock:
+            batch = self._batch(ordinal, "undo")
+            later = [b for o, b in self._open.items() if o > ordinal]
+            if later and not batch.is_moved:
+                raise StateError(
+                    f"batch {ordinal}: undo() before its swap while batch {later[-1].ordinal} was planned on top of "
+                    "it. Undo the newest batch first. Nothing changed."
+                )
+            if batch.is_scattered and not batch.is_moved:
+                raise StateError(
+                    f"batch {ordinal}: undo() between scatter_victims() and gather_loads(). Nothing changed."
+                )
+            for t, (shard, journal) in enumerate(zip(self._tables, batch.tables, strict=True)):
+                shard.undo(journal, [(b.tables[t], b.is_committed) for b in later], is_moved=batch.is_moved)
+            del self._open[ordinal]
+            self._finalize()
+
+    def _finalize(self) -> None:
+        """Close the committed batches that no batch in flight precedes."""
+        while self._open and (oldest := next(iter(self._open.values()))).is_committed:
+            for shard, journal in zip(self._tables, oldest.tables, strict=True):
+                shard.finalize(journal)
+            del self._open[oldest.ordinal]
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def read_plan(
+        self, keys: Int64s, feature_offsets: Int64s, feature_table: Int64s, index: Int64s, unique_counts: Int64s
+    ) -> int:
+        with self._lock:
+            uniques: list[list[int]] = []
+            for positions, table_keys in self._by_table(keys, feature_offsets, feature_table):
+                number_of_key: dict[int, int] = {}
+                index[positions] = [number_of_key.setdefault(key, len(number_of_key)) for key in table_keys]
+                uniques.append(list(number_of_key))
+            unique_counts[...] = [len(u) for u in uniques]
+            self._last_handle += 1
+            self._reads[self._last_handle] = uniques
+            return self._last_handle
+
+    def read_rows(self, handle: int, buffers: Sequence[Records], host_only: bool) -> None:
+        with self._lock:
+            uniques = self._read(handle, "read_rows")
+            for shard, keys, buffer in zip(self._tables, uniques, buffers, strict=True):
+                slots = [self._slot_of_key(shard, key) for key in keys]
+                resident = [i for i, slot in enumerate(slots) if slot >= 0]
+                on_host = [i for i, slot in enumerate(slots) if slot < 0]
+                if on_host:
+                    buffer[on_host] = shard.weights_on_host([keys[i] for i in on_host])
+                if resident and not host_only:
+                    buffer[resident] = self._bound(shard, "read_rows").weights[[slots[i] for i in resident]]
+            if not host_only:
+                del self._reads[handle]
+
+    def read_resident(self, handle: int, table: int) -> tuple[Int64s, Int64s]:
+        with self._lock:
+            keys = self._read(handle, "read_resident")[table]
+            slots = [self._slot_of_key(self._tables[table], key) for key in keys]
+            pairs = [(i, slot) for i, slot in enumerate(slots) if slot >= 0]
+            found = np.array(pairs, dtype=np.int64).reshape(len(pairs), 2)
+            return found[:, 0].copy(), found[:, 1].copy()
+
+    def end_read(self, handle: int) -> None:
+        with self._lock:
+            self._reads.pop(handle, None)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._require_all_moved("flush")
+            dirty = [shard.slots.dirty_slots() for shard in self._tables]
+            rows = [[shard.slots[s].row for s in slots] for shard, slots in zip(self._tables, dirty, strict=True)]
+            pairs = list(zip(self._tables, rows, strict=True))
+            extra = sum(shard.store.chunk_bytes(len(shard.store.missing_chunks(r))) for shard, r in pairs)
+            if self._budget and self._host_bytes() + extra > self._budget:
+                raise CapacityError(
+                    f"flush needs {extra:,} bytes of host memory and {self._budget - self._host_bytes():,} are left of "
+                    "the budget. Raise host_memory_bytes. Nothing changed."
+                )
+            memories = [self._bound(shard, "flush") if r else None for shard, r in pairs]
+            for (shard, table_rows), slots, memory in zip(pairs, dirty, memories, strict=True):
+                shard.store.allocate(table_rows)
+                for s, row in zip(slots, table_rows, strict=True):
+                    assert memory is not None
+                    shard.store.write(row, memory.read(s))
+                    shard.slots[s].is_dirty = False
+
+    def entries(self, table: int) -> tuple[Int64s, NDArray[np.uint32], NDArray[np.uint32], Int64s, NDArray[np.uint32]]:
+        with self._lock:
+            shard = self._tables[table]
+            rows = sorted(shard.ids.live_rows())
+            slots = [shard.slots.slot_of(row) for row in rows]
+            return (
+                np.array([shard.ids.key_of_row[row] for row in rows], dtype=np.int64),
+                np.array(rows, dtype=np.uint32),
+                np.array([shard.ids.score_of_row[row] for row in rows], dtype=np.uint32),
+                np.array(slots, dtype=np.int64),
+                np.array([shard.slots[slot].pins if slot >= 0 else 0 for slot in slots], dtype=np.uint32),
+            )
+
+    def read_records(self, table: int, rows: NDArray[np.uint32]) -> Records:
+        with self._lock:
+            self._require_all_moved("read_records")
+            shard = self._tables[table]
+            live = set(shard.ids.live_rows())
+            records = np.empty((len(rows), shard.record_floats), dtype=np.float32)
+            for i, row in enumerate(rows.tolist()):
+                slot = shard.slots.slot_of(row)
+                if row not in live or (slot >= 0 and shard.slots[slot].is_dirty):
+                    why = "is not live" if row not in live else f"is newer in slot {slot}; call flush() first"
+                    raise StateError(f"table {shard.spec.name!r}: read_records of row {row}, which {why}.")
+                records[i] = shard.store.read(row)
+            return records
+
+    def counters(self, table: int) -> Counters:
+        with self._lock:
+            shard = self._tables[table]
+            counted, record_bytes = shard.counters, shard.record_floats * 4
+            return Counters(
+                accesses=counted.accesses,
+                access_hits=counted.access_hits,
+                uniques=counted.uniques,
+                unique_hits=counted.unique_hits,
+                inserted=counted.inserted,
+                loads=counted.loads,
+                victims=counted.victims,
+                write_backs=counted.write_backs,
+                load_bytes=counted.loads * record_bytes,
+                write_back_bytes=counted.write_backs * record_bytes,
+                rows=len(shard.ids),
+                resident=sum(shard.slots.slot_of(row) >= 0 for row in shard.ids.live_rows()),
+                grown=counted.grown,
+                evicted=counted.evicted,
+                rejected=counted.rejected,
+                pins=shard.slots.pins,
+                host_bytes=shard.host_bytes,
+            )
+
+    # ---- what is legal -------------------------------------------------------------------------------------------
+
+    def _batch(self, ordinal: int, call: str) -> BatchJournal:
+        batch = self._open.get(ordinal)
+        if batch is None or batch.is_committed:
+            raise StateError(
+                f"batch {ordinal}: {call}() is legal only for a batch in flight; this one was never planned, or it is "
+                "committed or undone. Nothing changed."
+            )
+        return batch
+
+    def _to_move(self, ordinal: int, call: str) -> BatchJournal:
+        batch = self._batch(ordinal, call)
+        if batch.is_moved and any(journal.moves for journal in batch.tables):
+            raise StateError(f"batch {ordinal}: {call}() after its rows were moved. Nothing changed.")
+        for earlier in self._open.values():
+            if earlier.ordinal < ordinal and not earlier.is_moved:
+                raise StateError(
+                    f"batch {ordinal}: {call}() before the swap of batch {earlier.ordinal}. Nothing changed."
+                )
+        return batch
+
+    def _require_all_moved(self, call: str) -> None:
+        for batch in self._open.values():
+            if not batch.is_moved:
+                raise StateError(
+                    f"{call}() while the rows of batch {batch.ordinal} are still to be moved. Call swap() or undo() "
+                    "for it first. Nothing changed."
+                )
+
+    def _read(self, handle: int, call: str) -> list[list[int]]:
+        self._require_all_moved(call)
+        uniques = self._reads.get(handle)
+        if uniques is None:
+            raise StateError(f"{call}(): the read plan {handle} has ended or never was. Make one with read_plan().")
+        return uniques
+
+    def _bound(self, shard: TableShard, call: str) -> SlotMemory:
+        if shard.memory is None:
+            raise StateError(
+                f"table {shard.spec.name!r}: {call}() needs bind_slots() first, and again after resize_slots()."
+            )
+        return shard.memory
+
+    def _slot_of_key(self, shard: TableShard, key: int) -> int:
+        row = shard.ids.find(key)
+        return -1 if row is None else shard.slots.slot_of(row)
+
+    def _host_bytes(self) -> int:
+        return sum(shard.host_bytes for shard in self._tables)

@@ -1,0 +1,359 @@
+"""`TableShard`: the shard of one table. Decisions are made without changing anything, then applied as a whole.
+
+That is why a refusal has nothing to take back here; the C++ core changes as it goes and takes back. Both end equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridrec.native.protocol import PlanStatus, ShardSpec
+from hybridrec.native.reference import id_map
+from hybridrec.native.reference.id_map import IdMap
+from hybridrec.native.reference.initial_rows import initial_rows
+from hybridrec.native.reference.journal import Move, TableJournal
+from hybridrec.native.reference.mix64 import MASK
+from hybridrec.native.reference.row_store import RowStore
+from hybridrec.native.reference.slot_index import SlotIndex
+
+Records = NDArray[np.float32]
+
+EVICTION_DISTANCE = 12
+"""A row used by one of so many last batches is not evicted: the greatest depth, whatever depth is in use."""
+ROW_INDEX_BYTES = 24
+"""Accounted for a row number: its line of the id map and what is kept beside it. Dicts and lists take more."""
+SLOT_INDEX_BYTES = 24
+"""Accounted for a slot."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a batch does not fit."""
+
+    status: PlanStatus
+    needed: int
+    available: int
+    pinned: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a plan will do to one table."""
+
+    keys: list[int]
+    """Unique keys in order of first occurrence."""
+    rows: list[int]
+    """Their row numbers, those of new keys included."""
+    new_rows: set[int]
+    evicted: list[int]
+    """Rows to drop, lowest (score, key) first."""
+    moves: list[Move]
+    slot_of_key: dict[int, int]
+    accesses: int
+    access_hits: int
+
+
+@dataclass
+class TableCounters:
+    """What `Counters` counts as it happens; the rest is looked up."""
+
+    accesses: int = 0
+    access_hits: int = 0
+    uniques: int = 0
+    unique_hits: int = 0
+    inserted: int = 0
+    loads: int = 0
+    victims: int = 0
+    write_backs: int = 0
+    grown: int = 0
+    evicted: int = 0
+    rejected: int = 0
+
+
+class SlotMemory:
+    """Records in the slots of one table: host memory that the caller gave to ``bind_slots``."""
+
+    def __init__(
+        self, weights: Records, row_states: Sequence[Records], row_wise_states: Sequence[NDArray[np.float32]]
+    ) -> None:
+        self.weights = weights
+        self._wide = [weights, *row_states]
+        self._narrow = list(row_wise_states)
+
+    def read(self, slot: int) -> NDArray[np.float32]:
+        """A copy of a slot's record."""
+        return np.concatenate([*(a[slot] for a in self._wide), *(a[slot : slot + 1] for a in self._narrow)])
+
+    def write(self, slot: int, record: NDArray[np.float32]) -> None:
+        """Fill a slot."""
+        dim = self.weights.shape[1]
+        for i, array in enumerate(self._wide):
+            array[slot] = record[i * dim : (i + 1) * dim]
+        for i, array in enumerate(self._narrow):
+            array[slot] = record[len(self._wide) * dim + i]
+
+
+class TableShard:
+    """Id map, slot index and row store of one table."""
+
+    def __init__(self, spec: ShardSpec) -> None:
+        self.spec = spec
+        self.record_floats = spec.dim * (1 + spec.num_row_states) + spec.num_row_wise_states
+        self.ids = IdMap()
+        self.slots = SlotIndex(spec.num_slots)
+        self.store = RowStore(self.record_floats)
+        self.memory: SlotMemory | None = None
+        self.counters = TableCounters()
+
+    # ---- plan: decide, then apply --------------------------------------------------------------------------------
+
+    def decide(self, keys: list[int], ordinal: int) -> Decision | Refusal:
+        """What a batch with these keys (occurrences, in order) needs. Changes nothing."""
+        occurrences: dict[int, int] = {}
+        for key in keys:
+            occurrences[key] = occurrences.get(key, 0) + 1
+        uniques = list(occurrences)
+        known = {key: row for key in uniques if (row := self.ids.find(key)) is not None}
+        num_new = len(uniques) - len(known)
+
+        evicted = self._decide_evictions(num_new, set(known.values()), ordinal)
+        if isinstance(evicted, Refusal):
+            return evicted
+        numbers = iter(self.ids.next_numbers(num_new))
+        rows = [known[key] if key in known else next(numbers) for key in uniques]
+        new_rows = {row for key, row in zip(uniques, rows, strict=True) if key not in known}
+        if new_rows and max(new_rows) >= id_map.MAX_ROWS:
+            return Refusal(PlanStatus.TOO_MANY_ROWS, max(new_rows) + 1, id_map.MAX_ROWS)
+
+        slot_of_row = {row: slot for row in known.values() if (slot := self.slots.slot_of(row)) >= 0}
+        hits = sum(n for key, n in occurrences.items() if known.get(key) in slot_of_row)
+        moves = self._decide_moves([row for row in rows if row not in slot_of_row], new_rows, set(slot_of_row.values()))
+        if moves is None:
+            return Refusal(PlanStatus.NO_SLOTS, len(uniques), self.slots.num_slots, self.slots.num_pinned)
+        slot_of_row |= {move.row: move.slot for move in moves}
+        return Decision(
+            keys=uniques,
+            rows=rows,
+            new_rows=new_rows,
+            evicted=evicted,
+            moves=moves,
+            slot_of_key={key: slot_of_row[row] for key, row in zip(uniques, rows, strict=True)},
+            accesses=len(keys),
+            access_hits=hits,
+        )
+
+    def _decide_evictions(self, num_new: int, in_use: set[int], ordinal: int) -> list[int] | Refusal:
+        quota, needed = self.spec.max_rows, len(self.ids) + num_new
+        if not quota or not num_new or needed <= quota or self.spec.full_policy == "grow":
+            return []
+        scores, keys = self.ids.score_of_row, self.ids.key_of_row
+        evictable: list[int] = []
+        if self.spec.full_policy == "evict":
+            evictable = [
+                row
+                for row in self.ids.live_rows()
+                if scores[row] < ordinal - EVICTION_DISTANCE and row not in in_use and not self._is_pinned(row)
+            ]
+        if len(evictable) < needed - quota:
+            return Refusal(PlanStatus.QUOTA, needed, quota)
+        return heapq.nsmallest(needed - quota, evictable, key=lambda row: (scores[row], keys[row] & MASK))
+
+    def _decide_moves(self, rows: list[int], new_rows: set[int], in_use: set[int]) -> list[Move] | None:
+        free = self.slots.next_free(len(rows))
+        victims = self.slots.next_victims(len(rows) - len(free), in_use)
+        if len(free) + len(victims) < len(rows):
+            return None
+        moves = [Move(row, slot, row in new_rows) for row, slot in zip(rows, free, strict=False)]
+        for row, s in zip(rows[len(free) :], victims, strict=True):
+            slot = self.slots[s]
+            moves.append(Move(row, s, row in new_rows, slot.row, slot.is_dirty, slot.last_use))
+        return moves
+
+    def _is_pinned(self, row: int) -> bool:
+        slot = self.slots.slot_of(row)
+        return slot >= 0 and self.slots[slot].pins > 0
+
+    def extra_host_bytes(self, decision: Decision) -> int:
+        """Host memory that applying a decision will allocate."""
+        numbers = max([self.ids.num_numbers, *(row + 1 for row in decision.new_rows)])
+        chunks = self.store.missing_chunks(move.victim for move in decision.moves if move.is_victim_dirty)
+        return (numbers - self.ids.num_numbers) * ROW_INDEX_BYTES + self.store.chunk_bytes(len(chunks))
+
+    def apply(self, decision: Decision, ordinal: int) -> TableJournal:
+        """Do what was decided; nothing moves yet."""
+        for row in decision.evicted:
+            self.ids.drop(row)
+        first_beyond = self.spec.planned_rows - len(self.ids)  # of the new rows, counted from 0
+        old_scores: dict[int, int] = {}
+        inserted: dict[int, bool] = {}
+        for key, row in zip(decision.keys, decision.rows, strict=True):
+            if row in decision.new_rows:
+                self.ids.insert(key, ordinal)
+                inserted[row] = len(inserted) >= first_beyond
+                old_scores[row] = ordinal
+            else:
+                old_scores[row] = self.ids.score_of_row[row]
+                self.ids.score_of_row[row] = ordinal
+        for move in decision.moves:
+            if move.victim >= 0:
+                self.slots.leave(move.slot)
+            self.slots.take(move.slot, move.row)
+        for position, row in enumerate(decision.rows):
+            slot = self.slots[self.slots.slot_of(row)]
+            slot.pins += 1
+            slot.last_use = (ordinal, position)
+        journal = TableJournal(
+            old_scores=old_scores,
+            inserted=inserted,
+            evicted=decision.evicted,
+            moves=decision.moves,
+            accesses=decision.accesses,
+            access_hits=decision.access_hits,
+            unique_hits=len(decision.rows) - len(decision.moves),
+        )
+        self.store.allocate(move.victim for move in journal.write_backs)
+        return journal
+
+    # ---- moving values -------------------------------------------------------------------------------------------
+
+    def write_back(self, journal: TableJournal, memory: SlotMemory) -> None:
+        """Dirty victims: slots -> store."""
+        for move in journal.write_backs:
+            self.store.write(move.victim, memory.read(move.slot))
+
+    def load(self, journal: TableJournal, memory: SlotMemory) -> None:
+        """Loads and new rows -> slots."""
+        for move, record in zip(journal.moves, self.incoming(journal), strict=True):
+            memory.write(move.slot, record)
+
+    def incoming(self, journal: TableJournal) -> Records:
+        """float32 [L, record]: loads and new rows in the order of their moves."""
+        moves = journal.moves
+        records = np.empty((len(moves), self.record_floats), dtype=np.float32)
+        keys = np.array([self.ids.key_of_row[move.row] for move in moves if move.is_new], dtype=np.int64)
+        new = iter(self.initial_records(keys))
+        for i, move in enumerate(moves):
+            records[i] = next(new) if move.is_new else self.store.read(move.row)
+        return records
+
+    def initial_records(self, keys: NDArray[np.int64]) -> Records:
+        """float32 [n, record]: initial weights, then every state's initial value."""
+        spec = self.spec
+        records = np.empty((len(keys), self.record_floats), dtype=np.float32)
+        initial_rows(spec, keys, records[:, : spec.dim])
+        wide = np.array(spec.state_initial_values[: spec.num_row_states], dtype=np.float32).repeat(spec.dim)
+        narrow = np.array(spec.state_initial_values[spec.num_row_states :], dtype=np.float32)
+        records[:, spec.dim :] = np.concatenate([wide, narrow])
+        return records
+
+    def moved(self, journal: TableJournal) -> None:
+        """Every value is where the plan says."""
+        for move in journal.moves:
+            self.slots[move.slot].is_dirty = move.is_new
+            self.counters.loads += not move.is_new
+            self.counters.victims += move.victim >= 0
+            self.counters.write_backs += move.is_victim_dirty
+
+    # ---- the end of a batch --------------------------------------------------------------------------------------
+
+    def commit(self, journal: TableJournal) -> None:
+        """The rows were updated in their slots."""
+        for row in journal.old_scores:
+            slot = self.slots[self.slots.slot_of(row)]
+            slot.is_dirty = True
+            self._unpin(row)
+        counters = self.counters
+        counters.accesses += journal.accesses
+        counters.access_hits += journal.access_hits
+        counters.uniques += len(journal.old_scores)
+        counters.unique_hits += journal.unique_hits
+        counters.inserted += len(journal.inserted)
+        counters.grown += sum(journal.inserted.values())
+        counters.evicted += len(journal.evicted)
+
+    def finalize(self, journal: TableJournal) -> None:
+        """No undo can bring the evicted rows back any more."""
+        for row in journal.evicted:
+            slot = self.slots.slot_of(row)
+            if slot >= 0:
+                self.slots.free(slot)
+            self.ids.free(row)
+
+    def undo(self, journal: TableJournal, later: list[tuple[TableJournal, bool]], *, is_moved: bool) -> None:
+        """Take back what a batch did to this table.
+
+        Args:
+            journal: Its journal.
+            later: Journals of the open batches after it, oldest first, each with whether that batch is committed.
+            is_moved: Whether its rows were moved; else no batch is open after it.
+        """
+        move_of_row = {} if is_moved else {move.row: move for move in journal.moves}
+        for row, old_score in reversed(journal.old_scores.items()):
+            self._unpin(row)
+            if row in move_of_row:
+                self._take_move_back(move_of_row[row])
+            heir = next(((j, committed) for j, committed in later if row in j.old_scores), None)
+            if row not in journal.inserted:
+                if heir is None:
+                    self.ids.score_of_row[row] = old_score
+                else:
+                    heir[0].old_scores[row] = old_score
+            elif heir is None:
+                self._remove(row)
+            else:
+                self._hand_over(row, journal.inserted[row], *heir)
+        if not later:
+            for row in journal.evicted:
+                self.ids.restore(row)
+        else:
+            heir_journal, is_committed = later[0]
+            heir_journal.evicted[:0] = journal.evicted
+            self.counters.evicted += len(journal.evicted) * is_committed
+
+    def _hand_over(self, row: int, is_beyond: bool, heir: TableJournal, is_committed: bool) -> None:
+        heir.inserted[row] = is_beyond
+        if is_committed:
+            self.counters.inserted += 1
+            self.counters.grown += is_beyond
+
+    def _take_move_back(self, move: Move) -> None:
+        if move.victim < 0:
+            self.slots.free(move.slot)
+            return
+        self.slots.leave(move.slot)
+        self.slots.take(move.slot, move.victim)
+        self.slots[move.slot].is_dirty = move.is_victim_dirty
+        self.slots[move.slot].last_use = move.victim_last_use
+
+    def _remove(self, row: int) -> None:
+        slot = self.slots.slot_of(row)
+        if slot >= 0:
+            self.slots.free(slot)
+        self.ids.drop(row)
+        self.ids.free(row)
+
+    def _unpin(self, row: int) -> None:
+        self.slots[self.slots.slot_of(row)].pins -= 1
+
+    # ---- what is where -------------------------------------------------------------------------------------------
+
+    def weights_on_host(self, keys: list[int]) -> Records:
+        """float32 [n, D]: rows that are in no slot, from the store; initial rows of unknown keys."""
+        weights = np.empty((len(keys), self.spec.dim), dtype=np.float32)
+        rows = [self.ids.find(key) for key in keys]
+        unknown = [i for i, row in enumerate(rows) if row is None]
+        weights[unknown] = self.initial_records(np.array(keys, dtype=np.int64)[unknown])[:, : self.spec.dim]
+        for i, row in enumerate(rows):
+            if row is not None:
+                weights[i] = self.store.read(row)[: self.spec.dim]
+        return weights
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that this shard accounts for."""
+        return self.ids.num_numbers * ROW_INDEX_BYTES + self.slots.num_slots * SLOT_INDEX_BYTES + self.store.host_bytes

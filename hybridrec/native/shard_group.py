@@ -1,0 +1,252 @@
+"""`ShardGroup`: what the layers above call. It checks tensors once, then calls the core that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybridrec.errors import ConfigError
+from hybridrec.native import reference
+from hybridrec.native.checks import check_batch, check_spec, check_table, check_tensor
+from hybridrec.native.compiled import CompiledShardGroup
+from hybridrec.native.core import CoreName, serving_core
+from hybridrec.native.protocol import Counters, Plan, ShardSpec
+
+Int64s = NDArray[np.int64]
+UInt32s = NDArray[np.uint32]
+
+
+class ShardGroup:
+    """The shards of all tables of one collection on one rank; see `hybridrec.native.protocol.ShardGroup`.
+
+    Tensors are dense, contiguous host memory. A wrong argument raises `ConfigError` (of a batch: `IdError`), a call at
+    the wrong time `StateError`; nothing changed then.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ShardSpec],
+        *,
+        host_budget_bytes: int = 0,
+        num_threads: int = 1,
+        core: CoreName | None = None,
+    ) -> None:
+        """
+        Args:
+            specs: One a table.
+            host_budget_bytes: Most host memory for the shards; 0 = no limit.
+            num_threads: Threads of the compiled core. Results never depend on it.
+            core: Which core serves; None: the compiled one where it was built.
+
+        Raises:
+            ConfigError: A spec or a number cannot be honoured; names it.
+            BackendError: The compiled core was asked for and is missing.
+        """
+        for spec in specs:
+            check_spec(spec)
+        if not specs or host_budget_bytes < 0 or num_threads < 1:
+            raise ConfigError(
+                f"ShardGroup of {len(specs)} tables, host_budget_bytes={host_budget_bytes}, num_threads={num_threads}. "
+                "Accepted: at least one table, 0 bytes (no limit) and more, 1 thread and more."
+            )
+        self._specs = tuple(specs)
+        self._num_slots = [spec.num_slots for spec in specs]
+        self._moving: dict[int, tuple[int, int]] = {}  # ordinal -> (sum L, sum V)
+        self._read_counts: dict[int, list[int]] = {}  # handle -> U of every table
+        is_compiled = (core or serving_core()) == "compiled"
+        self._core: Any = (CompiledShardGroup if is_compiled else reference.ShardGroup)(
+            self._specs, host_budget_bytes=host_budget_bytes, num_threads=num_threads
+        )
+        self._give: Any = _as_it_is if is_compiled else _as_numpy
+
+    def bind_slots(
+        self, table: int, weights: Tensor, row_states: Sequence[Tensor], row_wise_states: Sequence[Tensor]
+    ) -> None:
+        """Tell where the slots of a table are. The memory must outlive the group or the next bind.
+
+        Args:
+            table: Index.
+            weights: float32 [C, D].
+            row_states: M x float32 [C, D].
+            row_wise_states: A x float32 [C].
+        """
+        spec, slots = self._specs[check_table("bind_slots", table, len(self._specs))], self._num_slots[table]
+        expected = (spec.num_row_states, spec.num_row_wise_states)
+        if (len(row_states), len(row_wise_states)) != expected:
+            raise ConfigError(
+                f"bind_slots: table {spec.name!r} has {expected[0]} row-sized and {expected[1]} row-wise states; "
+                f"{len(row_states)} and {len(row_wise_states)} tensors came."
+            )
+        for name, tensor, shape in (
+            ("weights", weights, [slots, spec.dim]),
+            *((f"row_states[{i}]", s, [slots, spec.dim]) for i, s in enumerate(row_states)),
+            *((f"row_wise_states[{i}]", s, [slots]) for i, s in enumerate(row_wise_states)),
+        ):
+            check_tensor("bind_slots", name, tensor, torch.float32, shape)
+        give = self._give
+        self._core.bind_slots(table, give(weights), [give(s) for s in row_states], [give(s) for s in row_wise_states])
+
+    def resize_slots(self, table: int, num_slots: int) -> None:
+        """Grow C; `bind_slots` again before the next move. Legal only while the table has no pins."""
+        check_table("resize_slots", table, len(self._specs))
+        if not num_slots < 2**32 - 1:
+            raise ConfigError(f"resize_slots: num_slots={num_slots:,}. Accepted: up to 4,294,967,294.")
+        self._core.resize_slots(table, num_slots)
+        self._num_slots[table] = num_slots
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def plan(self, keys: Tensor, feature_offsets: Tensor, feature_table: Tensor, slots: Tensor) -> Plan:
+        """MAP one batch.
+
+        Args:
+            keys: int64 [N].
+            feature_offsets: int64 [F + 1].
+            feature_table: int64 [F].
+            slots: int64 [N], written unless the batch is refused.
+
+        Raises:
+            IdError: The offsets or tables cannot be followed. Nothing changed.
+        """
+        num_keys, _ = check_batch("plan", keys, feature_offsets, feature_table, len(self._specs))
+        check_tensor("plan", "slots", slots, torch.int64, [num_keys])
+        give = self._give
+        plan: Plan = self._core.plan(give(keys), give(feature_offsets), give(feature_table), give(slots))
+        if plan.num_loads or plan.num_inits:
+            self._moving[plan.ordinal] = (plan.num_loads + plan.num_inits, plan.num_write_backs)
+        return plan
+
+    def swap(self, ordinal: int) -> None:
+        """SWAP: dirty victims slot -> store, then loads and new rows -> slots. Needs `bind_slots`."""
+        self._core.swap(ordinal)
+
+    def swap_counts(self, ordinal: int, counts: Tensor) -> None:
+        """int64 [T, 2], written: per table L (loads + inits) and V (dirty victims)."""
+        check_tensor("swap_counts", "counts", counts, torch.int64, [len(self._specs), 2])
+        self._core.swap_counts(ordinal, self._give(counts))
+
+    def swap_slots(self, ordinal: int, load_slots: Tensor, victim_slots: Tensor) -> None:
+        """int64 [sum L] and int64 [sum V], written: slots, table after table."""
+        num_loads, num_victims = self._moving.get(ordinal, (0, 0))
+        check_tensor("swap_slots", "load_slots", load_slots, torch.int64, [num_loads])
+        check_tensor("swap_slots", "victim_slots", victim_slots, torch.int64, [num_victims])
+        self._core.swap_slots(ordinal, self._give(load_slots), self._give(victim_slots))
+
+    def scatter_victims(self, ordinal: int, staging: Tensor) -> None:
+        """Staging -> store. float32, table after table, V records of D * (1 + M) + A floats."""
+        self._check_staging("scatter_victims", ordinal, staging, column=1)
+        self._core.scatter_victims(ordinal, self._give(staging))
+
+    def gather_loads(self, ordinal: int, staging: Tensor) -> None:
+        """Store or initial rows -> staging, written. float32, table after table, L records."""
+        self._check_staging("gather_loads", ordinal, staging, column=0)
+        self._core.gather_loads(ordinal, self._give(staging))
+
+    def _check_staging(self, call: str, ordinal: int, staging: Tensor, *, column: int) -> None:
+        counts = torch.empty((len(self._specs), 2), dtype=torch.int64)
+        self._core.swap_counts(ordinal, self._give(counts))
+        widths = [s.dim * (1 + s.num_row_states) + s.num_row_wise_states for s in self._specs]
+        floats = sum(n * w for n, w in zip(counts[:, column].tolist(), widths, strict=True))
+        check_tensor(call, "staging", staging, torch.float32, [None])
+        if staging.numel() < floats:
+            raise ConfigError(f"{call}: staging has {staging.numel():,} floats. Accepted: {floats:,} and more.")
+
+    def commit(self, ordinal: int) -> None:
+        """The rows were updated: slots become dirty, pins are released."""
+        self._core.commit(ordinal)
+        self._moving.pop(ordinal, None)
+
+    def undo(self, ordinal: int) -> None:
+        """Drop a batch in flight: what it inserted, stamped, evicted and pinned."""
+        self._core.undo(ordinal)
+        self._moving.pop(ordinal, None)
+
+    def flush(self) -> None:
+        """Write every dirty resident row back to the store; rows stay in their slots, now clean."""
+        self._core.flush()
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def read_plan(
+        self, keys: Tensor, feature_offsets: Tensor, feature_table: Tensor, index: Tensor, unique_counts: Tensor
+    ) -> int:
+        """Number the unique keys of each table in order of first occurrence; returns a handle. Changes nothing.
+
+        Args:
+            keys: int64 [N].
+            feature_offsets: int64 [F + 1].
+            feature_table: int64 [F].
+            index: int64 [N], written: 0 .. U_t - 1 within its table.
+            unique_counts: int64 [T], written.
+        """
+        num_keys, _ = check_batch("read_plan", keys, feature_offsets, feature_table, len(self._specs))
+        check_tensor("read_plan", "index", index, torch.int64, [num_keys])
+        check_tensor("read_plan", "unique_counts", unique_counts, torch.int64, [len(self._specs)])
+        give = self._give
+        handle = self._core.read_plan(
+            give(keys), give(feature_offsets), give(feature_table), give(index), give(unique_counts)
+        )
+        self._read_counts[handle] = unique_counts.tolist()
+        return int(handle)
+
+    def read_rows(self, handle: int, buffers: Sequence[Tensor], host_only: bool) -> None:
+        """Weights of a read plan's unique keys: table t into ``buffers[t]``, float32 [>= U_t, D].
+
+        ``host_only``: rows in slots are left out. Ends the handle unless ``host_only``.
+        """
+        counts = self._read_counts.get(handle, [0] * len(self._specs))
+        if len(buffers) != len(self._specs):
+            raise ConfigError(f"read_rows: {len(buffers)} buffers for {len(self._specs)} tables. Give one a table.")
+        for t, (buffer, count, spec) in enumerate(zip(buffers, counts, self._specs, strict=True)):
+            check_tensor("read_rows", f"buffers[{t}]", buffer, torch.float32, [None, spec.dim])
+            if len(buffer) < count:
+                raise ConfigError(f"read_rows: buffers[{t}] has {len(buffer):,} rows. Accepted: {count:,} and more.")
+        self._core.read_rows(handle, [self._give(b) for b in buffers], host_only)
+        if not host_only:
+            self._read_counts.pop(handle, None)
+
+    def read_resident(self, handle: int, table: int) -> tuple[Tensor, Tensor]:
+        """(positions in the buffer, slots), int64, of the unique keys of one table that are in slots."""
+        check_table("read_resident", table, len(self._specs))
+        positions, slots = self._core.read_resident(handle, table)
+        return torch.from_numpy(positions), torch.from_numpy(slots)
+
+    def end_read(self, handle: int) -> None:
+        """Forget a read plan; legal at any time, also a second time."""
+        self._core.end_read(handle)
+        self._read_counts.pop(handle, None)
+
+    # ---- for statistics, tests and export ------------------------------------------------------------------------
+
+    def entries(self, table: int) -> tuple[Int64s, UInt32s, UInt32s, Int64s, UInt32s]:
+        """(keys int64, row numbers uint32, scores uint32, slots int64 or -1, pins uint32), all [R], by row number."""
+        check_table("entries", table, len(self._specs))
+        result: tuple[Int64s, UInt32s, UInt32s, Int64s, UInt32s] = self._core.entries(table)
+        return result
+
+    def read_records(self, table: int, rows: UInt32s) -> NDArray[np.float32]:
+        """float32 [n, D * (1 + M) + A] from the store, of live rows that are not newer in a slot."""
+        check_table("read_records", table, len(self._specs))
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint32 or rows.ndim != 1:
+            raise ConfigError("read_records: rows is no uint32 numpy array [n]. Take row numbers from entries().")
+        records: NDArray[np.float32] = self._core.read_records(table, np.ascontiguousarray(rows))
+        return records
+
+    def counters(self, table: int) -> Counters:
+        """One table's counters since construction."""
+        counters: Counters = self._core.counters(check_table("counters", table, len(self._specs)))
+        return counters
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _as_numpy(tensor: Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = tensor.detach().numpy()
+    return array
