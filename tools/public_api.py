@@ -6,6 +6,7 @@ of the interface goes unseen in a review.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import sys
@@ -30,10 +31,22 @@ def _describe_name(name: str) -> Iterator[str]:
         yield f"def {name}{_signature(value)}"
         return
     bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
-    own_constructor = any("__init__" in vars(c) or "__new__" in vars(c) for c in _own_classes(value))
-    yield f"class {name}({bases}){_signature(value) if own_constructor else ''}"
-    for member in sorted({m for c in _own_classes(value) for m in vars(c) if not m.startswith("_")}):
+    yield f"class {name}" + (f"({bases})" if bases else "") + _constructor(value)
+    fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set[str]()
+    for member in sorted({m for c in _own_classes(value) for m in vars(c) if not m.startswith("_")} - fields):
         yield f"    {_describe_member(value, member)}"
+
+
+def _constructor(value: type) -> str:
+    """How it is constructed; parameters that a dataclass inherits are named by whose they are, not one by one."""
+    if not any("__init__" in vars(c) or "__new__" in vars(c) for c in _own_classes(value)):
+        return ""
+    theirs = [c for c in value.__mro__ if c not in _own_classes(value) and dataclasses.is_dataclass(c)]
+    inherited = {field.name for c in theirs for field in dataclasses.fields(c)}
+    signature = inspect.signature(value)
+    own = [p for p in signature.parameters.values() if p.name not in inherited]
+    prefix = f" <fields of {theirs[0].__name__}>, then" if theirs else ""
+    return f": __init__{prefix}{_text(signature.replace(parameters=own))}"
 
 
 def _own_classes(value: type) -> list[type]:
@@ -51,8 +64,12 @@ def _describe_member(owner: type, name: str) -> str:
 
 
 def _signature(value: Any) -> str:
+    return _text(inspect.signature(value))
+
+
+def _text(signature: inspect.Signature) -> str:
     """Without the addresses that some defaults print."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)))
+    return re.sub(r" at 0x[0-9a-f]+", "", str(signature))
 
 
 def main() -> int:
