@@ -1,0 +1,116 @@
+// The shards of one collection on one rank, and the batches in flight. The contract is hybridrec/native/protocol.py;
+// the states of a batch are in docs/design/transaction.md.
+//
+// Every call takes the group's lock. Tables are independent of each other but for the host budget, so calls that touch
+// all of them may use several threads and give the same results.
+//
+// Errors: std::invalid_argument for arguments, std::logic_error's sibling StateError for a call that is not legal now;
+// nothing has changed when one is thrown.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+#include "hybridrec/table_shard.h"
+#include "hybridrec/thread_pool.h"
+#include "hybridrec/unique_keys.h"
+
+namespace hybridrec {
+
+class StateError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// In the order of hybridrec.native.protocol.Plan.
+struct Plan {
+  int64_t status = 0, table = -1, needed = 0, available = 0, pinned = 0;
+  int64_t ordinal = 0, num_unique = 0, num_loads = 0, num_inits = 0, num_victims = 0, num_write_backs = 0;
+};
+
+// The keys of a batch, feature after feature. Not kept.
+struct KeyBatch {
+  const int64_t* keys;             // [num_keys]
+  size_t num_keys;
+  const int64_t* feature_offsets;  // [num_features + 1]
+  const int64_t* feature_table;    // [num_features]
+  size_t num_features;
+};
+
+class ShardGroup {
+ public:
+  ShardGroup(uint64_t host_budget_bytes, size_t num_threads);
+  ShardGroup(const ShardGroup&) = delete;  // owns threads and shards
+  ShardGroup& operator=(const ShardGroup&) = delete;
+
+  // Before the first plan. Returns the table's index.
+  size_t add_table(ShardSpec spec);
+  void bind_slots(size_t table, SlotPointers slots);
+  void resize_slots(size_t table, uint64_t num_slots);
+
+  Plan plan(const KeyBatch& batch, int64_t* slots);
+  void swap(uint64_t ordinal);
+  void swap_counts(uint64_t ordinal, int64_t* counts);
+  void swap_slots(uint64_t ordinal, int64_t* load_slots, int64_t* victim_slots);
+  void scatter_victims(uint64_t ordinal, const float* staging);
+  void gather_loads(uint64_t ordinal, float* staging);
+  void commit(uint64_t ordinal);
+  void undo(uint64_t ordinal);
+
+  uint64_t read_plan(const KeyBatch& batch, int64_t* index, int64_t* unique_counts);
+  void read_rows(uint64_t handle, const std::vector<float*>& buffers, bool host_only);
+  size_t num_read_resident(uint64_t handle, size_t table);
+  void read_resident(uint64_t handle, size_t table, int64_t* positions, int64_t* slots);
+  void end_read(uint64_t handle);
+
+  void flush();
+  size_t num_entries(size_t table);
+  void entries(size_t table, int64_t* keys, uint32_t* rows, uint32_t* scores, int64_t* slots, uint32_t* pins);
+  void read_records(size_t table, const uint32_t* rows, size_t num_rows, float* out);
+  Counters counters(size_t table);
+  // Throws std::logic_error if an invariant is broken; for tests.
+  void check();
+
+ private:
+  enum class State { kPlanned, kScattered, kMoved, kCommitted };
+  struct Batch {
+    uint32_t ordinal = 0;
+    State state = State::kPlanned;
+    bool has_moves = false;
+    std::vector<TableJournal> tables;
+  };
+  using Batches = std::deque<std::unique_ptr<Batch>>;
+
+  TableShard& table_at(size_t table);
+  void split_by_table(const KeyBatch& batch);
+  std::unique_ptr<Batch> new_batch();
+  void recycle(std::unique_ptr<Batch> batch);
+  Batches::iterator find_batch(uint64_t ordinal, const char* call);
+  Batch& batch_to_move(uint64_t ordinal, const char* call);
+  void require_all_moved(const char* call) const;
+  void require_bound(const Batch* batch, const char* call) const;
+  void finalize_front();
+  const std::vector<std::vector<int64_t>>& read_at(uint64_t handle) const;
+  std::vector<uint64_t> staging_offsets(const Batch& batch, bool of_victims) const;
+
+  std::mutex mutex_;
+  Budget budget_;
+  std::vector<std::unique_ptr<TableShard>> tables_;
+  Batches batches_;                              // planned or committed but not final, by ordinal
+  std::vector<std::unique_ptr<Batch>> unused_;   // journals whose buffers are reused
+  std::vector<KeyRanges> ranges_;                // of the current call, per table
+  std::vector<Refusal> refusals_;
+  uint64_t next_ordinal_ = 1;
+  std::map<uint64_t, std::vector<std::vector<int64_t>>> reads_;  // handle -> per table, unique keys
+  uint64_t next_read_ = 1;
+  UniqueKeys unique_keys_;
+  ThreadPool threads_;
+};
+
+}  // namespace hybridrec

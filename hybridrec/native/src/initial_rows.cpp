@@ -1,0 +1,73 @@
+#include "hybridrec/initial_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hybridrec {
+
+namespace {
+
+uint64_t word(uint64_t base, uint64_t j) { return mix64(base + (j + 1) * kGolden); }
+
+// `bits` < 2^24, so the conversion is exact and each of the three operations rounds once.
+float uniform(float low, float span, uint64_t bits) {
+  const float unit = static_cast<float>(static_cast<uint32_t>(bits)) * 0x1p-24f;
+  return low + span * unit;
+}
+
+uint32_t lane_sum(uint64_t w) {
+  return static_cast<uint32_t>((w & 0xffff) + ((w >> 16) & 0xffff) + ((w >> 32) & 0xffff) + (w >> 48));
+}
+
+void fill_uniform(uint64_t base, float low, float high, uint32_t dim, float* out) {
+  const float span = high - low;
+  uint32_t c = 0;
+  for (; c + 2 <= dim; c += 2) {
+    const uint64_t w = word(base, c / 2);
+    out[c] = uniform(low, span, w >> 40);
+    out[c + 1] = uniform(low, span, (w >> 8) & 0xffffff);
+  }
+  if (c < dim) out[c] = uniform(low, span, word(base, c / 2) >> 40);
+}
+
+// Irwin-Hall: the sum of twelve uniform 16-bit numbers has mean 393210 and standard deviation 2^16.
+void fill_normal(uint64_t base, float mean, float deviation, uint32_t dim, float* out) {
+  for (uint32_t c = 0; c < dim; ++c) {
+    const uint64_t j = uint64_t{3} * c;
+    const uint32_t sum = lane_sum(word(base, j)) + lane_sum(word(base, j + 1)) + lane_sum(word(base, j + 2));
+    const float centred = static_cast<float>(static_cast<int32_t>(sum) - 393210) * 0x1p-16f;
+    out[c] = mean + deviation * centred;
+  }
+}
+
+}  // namespace
+
+void InitialRows::validate() const {
+  if (kind != InitKind::kUniform && kind != InitKind::kNormal && kind != InitKind::kConstant &&
+      kind != InitKind::kBank) {
+    throw std::invalid_argument("init_kind must be 0 (uniform), 1 (normal), 2 (constant) or 3 (bank)");
+  }
+  if (kind == InitKind::kBank && (bank == nullptr || bank_rows == 0)) {
+    throw std::invalid_argument("init_kind 3 (bank) needs a bank of at least one row");
+  }
+}
+
+void InitialRows::fill(int64_t key, float* out) const {
+  const uint64_t base = mix64(static_cast<uint64_t>(key) + seed);
+  switch (kind) {
+    case InitKind::kUniform:
+      fill_uniform(base, a, b, dim, out);
+      return;
+    case InitKind::kNormal:
+      fill_normal(base, a, b, dim, out);
+      return;
+    case InitKind::kConstant:
+      std::fill_n(out, dim, a);
+      return;
+    case InitKind::kBank:
+      std::memcpy(out, bank + (base % bank_rows) * dim, dim * sizeof(float));
+      return;
+  }
+}
+
+}  // namespace hybridrec
