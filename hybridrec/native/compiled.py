@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrec.errors import ConfigError, StateError
+from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.native.core import require_compiled_core
 from hybridrec.native.functions import initial_fields
 from hybridrec.native.protocol import Counters, Plan, ShardSpec
@@ -155,3 +155,5 @@ def _errors() -> Iterator[None]:
         raise ConfigError(str(e)) from e
     except RuntimeError as e:
         raise StateError(str(e)) from e
+    except MemoryError as e:
+        raise CapacityError(str(e)) from e

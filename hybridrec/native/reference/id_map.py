@@ -65,6 +65,10 @@ class IdMap:
         """Reserved -> free."""
         self._freed.append(row)
 
+    def is_free(self, row: int) -> bool:
+        """Whether a row number that was given out once is free again."""
+        return row in self._freed
+
     def live_rows(self) -> Iterator[int]:
         """Row numbers of live keys, in no particular order."""
         return iter(self._row_of_key.values())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridrec.errors import CapacityError, StateError
+from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.native.protocol import Counters, Plan, PlanStatus, ShardSpec
 from hybridrec.native.reference.journal import BatchJournal
 from hybridrec.native.reference.table_shard import Decision, Records, Refusal, SlotMemory, TableShard
@@ -206,12 +206,11 @@ class ShardGroup:
                     f"batch {ordinal}: undo() before its swap while batch {later[-1].ordinal} was planned on top of "
                     "it. Undo the newest batch first. Nothing changed."
                 )
-            if batch.is_scattered and not batch.is_moved:
-                raise StateError(
-                    f"batch {ordinal}: undo() between scatter_victims() and gather_loads(). Nothing changed."
-                )
             for t, (shard, journal) in enumerate(zip(self._tables, batch.tables, strict=True)):
-                shard.undo(journal, [(b.tables[t], b.is_committed) for b in later], is_moved=batch.is_moved)
+                shard.unpin(journal)
+                if not batch.is_moved:
+                    shard.undo_moves(journal, is_scattered=batch.is_scattered)
+                shard.undo(journal, [(b.tables[t], b.is_committed) for b in later])
             del self._open[ordinal]
             self._finalize()
 
@@ -307,7 +306,7 @@ class ShardGroup:
                 slot = shard.slots.slot_of(row)
                 if row not in live or (slot >= 0 and shard.slots[slot].is_dirty):
                     why = "is not live" if row not in live else f"is newer in slot {slot}; call flush() first"
-                    raise StateError(f"table {shard.spec.name!r}: read_records of row {row}, which {why}.")
+                    raise ConfigError(f"table {shard.spec.name!r}: read_records of row {row}, which {why}.")
                 records[i] = shard.store.read(row)
             return records
 
@@ -327,7 +326,7 @@ class ShardGroup:
                 load_bytes=counted.loads * record_bytes,
                 write_back_bytes=counted.write_backs * record_bytes,
                 rows=len(shard.ids),
-                resident=sum(shard.slots.slot_of(row) >= 0 for row in shard.ids.live_rows()),
+                resident=len(shard.slots),
                 grown=counted.grown,
                 evicted=counted.evicted,
                 rejected=counted.rejected,

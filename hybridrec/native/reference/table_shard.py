@@ -266,7 +266,7 @@ class TableShard:
         for row in journal.old_scores:
             slot = self.slots[self.slots.slot_of(row)]
             slot.is_dirty = True
-            self._unpin(row)
+        self.unpin(journal)
         counters = self.counters
         counters.accesses += journal.accesses
         counters.access_hits += journal.access_hits
@@ -284,19 +284,14 @@ class TableShard:
                 self.slots.free(slot)
             self.ids.free(row)
 
-    def undo(self, journal: TableJournal, later: list[tuple[TableJournal, bool]], *, is_moved: bool) -> None:
-        """Take back what a batch did to this table.
+    def undo(self, journal: TableJournal, later: list[tuple[TableJournal, bool]]) -> None:
+        """Take back what a batch did to this table, but for its moves.
 
         Args:
             journal: Its journal.
             later: Journals of the open batches after it, oldest first, each with whether that batch is committed.
-            is_moved: Whether its rows were moved; else no batch is open after it.
         """
-        move_of_row = {} if is_moved else {move.row: move for move in journal.moves}
         for row, old_score in reversed(journal.old_scores.items()):
-            self._unpin(row)
-            if row in move_of_row:
-                self._take_move_back(move_of_row[row])
             heir = next(((j, committed) for j, committed in later if row in j.old_scores), None)
             if row not in journal.inserted:
                 if heir is None:
@@ -315,20 +310,31 @@ class TableShard:
             heir_journal.evicted[:0] = journal.evicted
             self.counters.evicted += len(journal.evicted) * is_committed
 
+    def undo_moves(self, journal: TableJournal, *, is_scattered: bool) -> None:
+        """Take rows that never came out of their slots again; victims that did not leave get theirs back.
+
+        Args:
+            journal: Of the newest open batch.
+            is_scattered: Its victims have left: their values are in the store.
+        """
+        for move in reversed(journal.moves):
+            self.slots.free(move.slot)
+            # A victim that "evict" had dropped may be gone for good by now.
+            if move.victim >= 0 and not is_scattered and not self.ids.is_free(move.victim):
+                self.slots.take(move.slot, move.victim)
+                self.slots[move.slot].is_dirty = move.is_victim_dirty
+                self.slots[move.slot].last_use = move.victim_last_use
+
+    def unpin(self, journal: TableJournal) -> None:
+        """Let go of the slots of a batch."""
+        for row in journal.old_scores:
+            self.slots[self.slots.slot_of(row)].pins -= 1
+
     def _hand_over(self, row: int, is_beyond: bool, heir: TableJournal, is_committed: bool) -> None:
         heir.inserted[row] = is_beyond
         if is_committed:
             self.counters.inserted += 1
             self.counters.grown += is_beyond
-
-    def _take_move_back(self, move: Move) -> None:
-        if move.victim < 0:
-            self.slots.free(move.slot)
-            return
-        self.slots.leave(move.slot)
-        self.slots.take(move.slot, move.victim)
-        self.slots[move.slot].is_dirty = move.is_victim_dirty
-        self.slots[move.slot].last_use = move.victim_last_use
 
     def _remove(self, row: int) -> None:
         slot = self.slots.slot_of(row)
@@ -336,9 +342,6 @@ class TableShard:
             self.slots.free(slot)
         self.ids.drop(row)
         self.ids.free(row)
-
-    def _unpin(self, row: int) -> None:
-        self.slots[self.slots.slot_of(row)].pins -= 1
 
     # ---- what is where -------------------------------------------------------------------------------------------
 
