@@ -161,13 +161,12 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         layout = RowStateLayout(table.embedding_dim, optimizer.row_states())
         cache = planned.cache_params
         placed = place(table, planned.compute_kernel, None if cache is None else cache.load_factor, world_size)
-        states = sorted(optimizer.row_states(), key=lambda s: s.is_row_wise)
         spec = ShardSpec(
             name=table.name,
             dim=table.embedding_dim,
-            num_row_states=sum(not s.is_row_wise for s in states),
-            num_row_wise_states=sum(s.is_row_wise for s in states),
-            state_initial_values=tuple(s.initial_value for s in states),
+            num_row_states=len(layout.row_states),
+            num_row_wise_states=len(layout.row_wise_states),
+            state_initial_values=layout.initial_values,
             num_slots=placed.num_slots,
             planned_rows=placed.planned_rows,
             max_rows=placed.max_rows,

@@ -180,11 +180,11 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
         in_slots = torch.cat(columns, 1).numpy()
         keys, rows, _, slots, _ = group.entries(t)
         ids = unmix64(torch.from_numpy(np.ascontiguousarray(keys))).tolist()
-        stored = group.read_records(t, rows)
-        by_name[name] = {
-            id_: in_slots[slot] if slot >= 0 else stored[n]
-            for n, (id_, slot) in enumerate(zip(ids, np.asarray(slots).tolist(), strict=True))
-        }
+        slots = np.asarray(slots)
+        records = np.empty((len(ids), in_slots.shape[1]), np.float32)
+        records[slots >= 0] = in_slots[slots[slots >= 0]]
+        records[slots < 0] = group.read_records(t, np.asarray(rows)[slots < 0])
+        by_name[name] = dict(zip(ids, records, strict=True))
     return [by_name[c.name] for c in ebc.embedding_bag_configs()]
 
 

@@ -162,10 +162,10 @@ def config_error(kind: str) -> str:
         optimizer = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
     elif kind == "no optimizer":
         optimizer = None
-    elif kind == "frozen":
-        parameters[0].requires_grad_(False)
     if optimizer is not None:
         apply_optimizer_in_backward(optimizer[0], parameters, optimizer[1])
+    if kind == "frozen":
+        parameters[0].requires_grad_(False)
     if kind == "twice":
         apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.05})
     env = ShardingEnv(world_size=1, rank=0, pg=dist.new_group(backend="gloo"))

@@ -47,7 +47,7 @@ def refuse_one(kind: str, rank_with_fault: int) -> dict[str, object]:
     train(dmp, optimizer, scenario, range(10))
     train(untouched, untouched_optimizer, scenario, range(10))
     before, counted = bits(dmp), counters(dmp)
-    batch = make_batch(scenario, 10, rank, dist.get_world_size())
+    batch = make_batch(scenario, 11, rank, dist.get_world_size())  # not empty on any rank
     features = to_kjt(scenario, batch)
     if rank == rank_with_fault:
         features = bad_features(kind, features, batch.num_bags)
