@@ -49,6 +49,8 @@ START_SECONDS = 120.0
 """How long a rank may take to start and to join the process group."""
 STOP_SECONDS = 10.0
 """How long a rank may take to end when asked."""
+ORPHAN_SECONDS = 900.0
+"""When a collective gives up by itself: what ends a rank that waits in one while its parent is killed."""
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on once one has failed: long enough to fail by themselves, where they do."""
 
@@ -213,9 +215,10 @@ class RankPool:
     def _where(self, number: int) -> str:
         rank = self._ranks[number]
         rank.process.join(0.2)  # one that closed its pipe is about to have an exit code
-        if not rank.process.is_alive():
+        pid = rank.process.pid
+        if pid is None or not rank.process.is_alive():
             return f"it died with exit code {rank.process.exitcode}"
-        os.kill(rank.process.ident or 0, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR1)
         time.sleep(0.3)
         stacks = rank.stacks.read_text() if rank.stacks.exists() else ""
         return f"it hangs here\n{stacks}" if stacks else "it hangs, before it could say where"
@@ -254,7 +257,8 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, stacks
     torch.set_num_threads(1)
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        timeout = timedelta(seconds=ORPHAN_SECONDS)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     except Exception as error:
         connection.send_bytes(_encode(_Outcome(error=error, trace=traceback.format_exc())))
         os._exit(1)
