@@ -13,6 +13,8 @@ from hybridrec.errors import ConfigError, IdError
 from hybridrec.native.protocol import InitKind, ShardSpec
 
 FULL_POLICIES = ("grow", "evict", "error")
+MAX_SLOTS = 2**31 - 3
+"""Of one table on one rank."""
 
 
 def check_tensor(
@@ -111,6 +113,16 @@ def check_initial(spec: ShardSpec) -> None:
             raise ConfigError(f"{where}: bank has shape {bank.shape}. Accepted: [at least 1, {spec.dim}].")
 
 
+def check_num_slots(where: str, num_slots: int) -> None:
+    """Refuse more slots than can be numbered.
+
+    Raises:
+        ConfigError: Names the number.
+    """
+    if num_slots > MAX_SLOTS:
+        raise ConfigError(f"{where}: num_slots={num_slots:,} cannot be numbered. Accepted: up to {MAX_SLOTS:,}.")
+
+
 def check_spec(spec: ShardSpec) -> None:
     """Refuse a spec that cannot be honoured.
 
@@ -123,8 +135,7 @@ def check_spec(spec: ShardSpec) -> None:
         value = getattr(spec, name)
         if value < lowest:
             raise ConfigError(f"{where}: {name}={value}. Accepted: {lowest} and more.")
-    if spec.num_slots >= 2**32 - 1:
-        raise ConfigError(f"{where}: num_slots={spec.num_slots:,} cannot be numbered. Accepted: up to 4,294,967,294.")
+    check_num_slots(where, spec.num_slots)
     num_states = spec.num_row_states + spec.num_row_wise_states
     if len(spec.state_initial_values) != num_states:
         raise ConfigError(
@@ -134,4 +145,8 @@ def check_spec(spec: ShardSpec) -> None:
     if spec.full_policy not in FULL_POLICIES:
         raise ConfigError(
             f"{where}: full_policy={spec.full_policy!r}. Accepted: {', '.join(map(repr, FULL_POLICIES))}."
+        )
+    if spec.full_policy != "grow" and not spec.max_rows:
+        raise ConfigError(
+            f"{where}: full_policy={spec.full_policy!r} without max_rows never takes effect. Give max_rows."
         )

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrec.errors import ConfigError
+from hybridrec.errors import ConfigError, StateError
 from hybridrec.native import reference
-from hybridrec.native.checks import check_batch, check_spec, check_table, check_tensor
+from hybridrec.native.checks import check_batch, check_num_slots, check_spec, check_table, check_tensor
 from hybridrec.native.compiled import CompiledShardGroup
 from hybridrec.native.core import CoreName, serving_core
 from hybridrec.native.protocol import Counters, Plan, ShardSpec
@@ -94,8 +94,7 @@ class ShardGroup:
     def resize_slots(self, table: int, num_slots: int) -> None:
         """Grow C; `bind_slots` again before the next move. Legal only while the table has no pins."""
         check_table("resize_slots", table, len(self._specs))
-        if not num_slots < 2**32 - 1:
-            raise ConfigError(f"resize_slots: num_slots={num_slots:,}. Accepted: up to 4,294,967,294.")
+        check_num_slots(f"resize_slots of table {self._specs[table].name!r}", num_slots)
         self._core.resize_slots(table, num_slots)
         self._num_slots[table] = num_slots
 
@@ -108,7 +107,7 @@ class ShardGroup:
             keys: int64 [N].
             feature_offsets: int64 [F + 1].
             feature_table: int64 [F].
-            slots: int64 [N], written unless the batch is refused.
+            slots: int64 [N], written: the slot of every key; anything if the batch is refused.
 
         Raises:
             IdError: The offsets or tables cannot be followed. Nothing changed.
@@ -199,7 +198,7 @@ class ShardGroup:
 
         ``host_only``: rows in slots are left out. Ends the handle unless ``host_only``.
         """
-        counts = self._read_counts.get(handle, [0] * len(self._specs))
+        counts = self._counts_of("read_rows", handle)
         if len(buffers) != len(self._specs):
             raise ConfigError(f"read_rows: {len(buffers)} buffers for {len(self._specs)} tables. Give one a table.")
         for t, (buffer, count, spec) in enumerate(zip(buffers, counts, self._specs, strict=True)):
@@ -213,13 +212,20 @@ class ShardGroup:
     def read_resident(self, handle: int, table: int) -> tuple[Tensor, Tensor]:
         """(positions in the buffer, slots), int64, of the unique keys of one table that are in slots."""
         check_table("read_resident", table, len(self._specs))
+        self._counts_of("read_resident", handle)
         positions, slots = self._core.read_resident(handle, table)
         return torch.from_numpy(positions), torch.from_numpy(slots)
 
+    def _counts_of(self, call: str, handle: int) -> list[int]:
+        counts = self._read_counts.get(handle)
+        if counts is None:
+            raise StateError(f"{call}: the read plan {handle} has ended or never was. Make one with read_plan().")
+        return counts
+
     def end_read(self, handle: int) -> None:
         """Forget a read plan; legal at any time, also a second time."""
-        self._core.end_read(handle)
-        self._read_counts.pop(handle, None)
+        if self._read_counts.pop(handle, None) is not None:
+            self._core.end_read(handle)
 
     # ---- for statistics, tests and export ------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class DisagreementError(Exception):
     """A core did something else than the model says."""
 
 
-def make_specs(policy: str = "grow", *, slots: Sequence[int] = (5, 4), max_rows: int = 8) -> list[ShardSpec]:
+def make_specs(policy: str = "grow", *, slots: Sequence[int] = (7, 5), max_rows: int = 9) -> list[ShardSpec]:
     """Two tiny tables: uniform rows with all kinds of states, and a bank without any."""
     bank = np.random.default_rng(7).standard_normal((5, 2)).astype(np.float32)
     quota = 0 if policy == "grow" else max_rows
@@ -161,13 +161,22 @@ class Driver:
     def swap(self, ordinal: int) -> None:
         self._step("swap", ordinal, is_legal=self.model.can_move(ordinal))
 
-    def swap_staged(self, ordinal: int) -> None:
+    def swap_staged(self, ordinal: int, *, is_undone_halfway: bool = False) -> None:
         """The way of a device that is not host memory: scatter what leaves, gather what comes."""
         if not self.model.can_move(ordinal):
             return
+        plan = self.plans[ordinal]
+        if plan.num_write_backs:
+            for system in self.systems:
+                self._call(system, "gather_loads", ordinal, torch.empty(1000), is_legal=False)
+                self._guard(system, lambda s: s.scatter(ordinal, plan))
+                self._call(system, "swap", ordinal, is_legal=False)
+            self.model.scattered(ordinal)
+        if is_undone_halfway:
+            self.undo(ordinal)
+            return
         for system in self.systems:
-            self._guard(system, lambda s: s.scatter(ordinal, self.plans[ordinal]))
-            self._guard(system, lambda s: s.gather(ordinal, self.plans[ordinal]))
+            self._guard(system, lambda s: s.gather(ordinal, plan))
         self.model.moved(ordinal)
         self.check()
 
@@ -343,7 +352,11 @@ def random_operation(driver: Driver, rng: random.Random, num_ids: int) -> None:
         longest = 8 if rng.random() < 0.05 else 2
         driver.plan(random_batch(rng, num_ids=num_ids, longest=longest))
     elif draw < 0.6 and unmoved:
-        (driver.swap if rng.random() < 0.5 else driver.swap_staged)(unmoved[0])
+        if rng.random() < 0.5:
+            driver.swap(unmoved[0])
+        else:
+            is_newest = unmoved[0] == model.open_ordinals()[-1]
+            driver.swap_staged(unmoved[0], is_undone_halfway=is_newest and rng.random() < 0.2)
     elif draw < 0.82 and in_flight:
         driver.commit(in_flight[0] if rng.random() < 0.8 else some)
     elif draw < 0.9:

@@ -1,4 +1,4 @@
-"""The model of a `ShardGroup`: what is live is recomputed from the list of batches, values live in one dict and never move.
+"""The model of a `ShardGroup`: who is live is replayed from the list of batches, values live in one dict and never move.
 
 It keeps no journal and restores nothing: an undone batch is struck from the list, and who is live with which score
 follows from replaying the rest. Only slots and row numbers, which have a history, are kept as explicit lists of free
@@ -186,6 +186,9 @@ class TableModel:
                 self.dirty.add(move.row)
             else:
                 self.count("loads")
+
+    def scattered(self, ordinal: int) -> None:
+        for move in self.batch(ordinal).moves:
             self.count("victims", move.victim is not None)
             self.count("write_backs", move.was_dirty)
 
@@ -299,7 +302,14 @@ class GroupModel:
     def can_read(self) -> bool:
         return all(self.is_moved[o] for o in self.open_ordinals())
 
+    def scattered(self, ordinal: int) -> None:
+        self.is_scattered.add(ordinal)
+        for table in self.tables:
+            table.scattered(ordinal)
+
     def moved(self, ordinal: int) -> None:
+        if ordinal not in self.is_scattered:
+            self.scattered(ordinal)
         self.is_moved[ordinal] = True
         for table in self.tables:
             table.moved(ordinal)

@@ -48,9 +48,15 @@ class BatchJournal:
     ordinal: int
     tables: list[TableJournal]
     is_scattered: bool = False
+    """Dirty victims are in the store."""
     is_moved: bool = field(init=False)
     """Every row is where the plan says."""
     is_committed: bool = False
 
+    @property
+    def has_moves(self) -> bool:
+        """Whether any row comes into a slot."""
+        return any(journal.moves for journal in self.tables)
+
     def __post_init__(self) -> None:
-        self.is_moved = not any(journal.moves for journal in self.tables)
+        self.is_moved = not self.has_moves

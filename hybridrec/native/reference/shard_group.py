@@ -53,7 +53,7 @@ class ShardGroup:
         with self._lock:
             shard = self._tables[table]
             if num_slots < shard.slots.num_slots:
-                raise StateError(
+                raise ConfigError(
                     f"table {shard.spec.name!r}: resize_slots({num_slots:,}) would shrink its "
                     f"{shard.slots.num_slots:,} slots; they only grow. Nothing changed."
                 )
@@ -126,6 +126,10 @@ class ShardGroup:
     def swap(self, ordinal: int) -> None:
         with self._lock:
             batch = self._to_move(ordinal, "swap")
+            if batch.is_scattered:
+                raise StateError(
+                    f"batch {ordinal}: swap() after scatter_victims(); gather_loads() is due. Nothing changed."
+                )
             work = [
                 (shard, journal, self._bound(shard, "swap"))
                 for shard, journal in zip(self._tables, batch.tables, strict=True)
@@ -134,7 +138,8 @@ class ShardGroup:
             for shard, journal, memory in work:
                 shard.write_back(journal, memory)
                 shard.load(journal, memory)
-            self._moved(batch)
+            self._victims_left(batch)
+            self._loads_arrived(batch)
 
     def swap_counts(self, ordinal: int, counts: Int64s) -> None:
         with self._lock:
@@ -150,11 +155,13 @@ class ShardGroup:
     def scatter_victims(self, ordinal: int, staging: NDArray[np.float32]) -> None:
         with self._lock:
             batch = self._to_move(ordinal, "scatter_victims")
+            if batch.is_scattered:
+                raise StateError(f"batch {ordinal}: a second scatter_victims(). Nothing changed.")
             parts = self._records(staging, [len(journal.write_backs) for journal in batch.tables])
             for shard, journal, records in zip(self._tables, batch.tables, parts, strict=True):
                 for move, record in zip(journal.write_backs, records, strict=True):
                     shard.store.write(move.victim, record)
-            batch.is_scattered = True
+            self._victims_left(batch)
 
     def gather_loads(self, ordinal: int, staging: NDArray[np.float32]) -> None:
         with self._lock:
@@ -167,7 +174,9 @@ class ShardGroup:
             parts = self._records(staging, [len(journal.moves) for journal in batch.tables])
             for shard, journal, records in zip(self._tables, batch.tables, parts, strict=True):
                 records[...] = shard.incoming(journal)
-            self._moved(batch)
+            if not batch.is_scattered:
+                self._victims_left(batch)
+            self._loads_arrived(batch)
 
     def _records(self, staging: NDArray[np.float32], counts: Sequence[int]) -> Iterator[Records]:
         """The part of a staging buffer that each table has, as records."""
@@ -177,9 +186,16 @@ class ShardGroup:
             yield staging[position:end].reshape(n, shard.record_floats)
             position = end
 
-    def _moved(self, batch: BatchJournal) -> None:
+    def _victims_left(self, batch: BatchJournal) -> None:
+        if not batch.has_moves:
+            return
         for shard, journal in zip(self._tables, batch.tables, strict=True):
-            shard.moved(journal)
+            shard.victims_left(journal)
+        batch.is_scattered = True
+
+    def _loads_arrived(self, batch: BatchJournal) -> None:
+        for shard, journal in zip(self._tables, batch.tables, strict=True):
+            shard.loads_arrived(journal)
         batch.is_moved = True
 
     # ---- COMMIT and undo -----------------------------------------------------------------------------------------
@@ -240,6 +256,8 @@ class ShardGroup:
     def read_rows(self, handle: int, buffers: Sequence[Records], host_only: bool) -> None:
         with self._lock:
             uniques = self._read(handle, "read_rows")
+            used = [shard for shard, keys in zip(self._tables, uniques, strict=True) if keys]
+            memories = {} if host_only else {shard: self._bound(shard, "read_rows") for shard in used}
             for shard, keys, buffer in zip(self._tables, uniques, buffers, strict=True):
                 slots = [self._slot_of_key(shard, key) for key in keys]
                 resident = [i for i, slot in enumerate(slots) if slot >= 0]
@@ -247,7 +265,7 @@ class ShardGroup:
                 if on_host:
                     buffer[on_host] = shard.weights_on_host([keys[i] for i in on_host])
                 if resident and not host_only:
-                    buffer[resident] = self._bound(shard, "read_rows").weights[[slots[i] for i in resident]]
+                    buffer[resident] = memories[shard].weights[[slots[i] for i in resident]]
             if not host_only:
                 del self._reads[handle]
 
@@ -275,11 +293,10 @@ class ShardGroup:
                     f"flush needs {extra:,} bytes of host memory and {self._budget - self._host_bytes():,} are left of "
                     "the budget. Raise host_memory_bytes. Nothing changed."
                 )
-            memories = [self._bound(shard, "flush") if r else None for shard, r in pairs]
+            memories = [self._bound(shard, "flush") for shard in self._tables]
             for (shard, table_rows), slots, memory in zip(pairs, dirty, memories, strict=True):
                 shard.store.allocate(table_rows)
                 for s, row in zip(slots, table_rows, strict=True):
-                    assert memory is not None
                     shard.store.write(row, memory.read(s))
                     shard.slots[s].is_dirty = False
 
@@ -347,7 +364,7 @@ class ShardGroup:
 
     def _to_move(self, ordinal: int, call: str) -> BatchJournal:
         batch = self._batch(ordinal, call)
-        if batch.is_moved and any(journal.moves for journal in batch.tables):
+        if batch.is_moved and batch.has_moves:
             raise StateError(f"batch {ordinal}: {call}() after its rows were moved. Nothing changed.")
         for earlier in self._open.values():
             if earlier.ordinal < ordinal and not earlier.is_moved:

@@ -251,13 +251,16 @@ class TableShard:
         records[:, spec.dim :] = np.concatenate([wide, narrow])
         return records
 
-    def moved(self, journal: TableJournal) -> None:
+    def victims_left(self, journal: TableJournal) -> None:
+        """Victims are in the store now."""
+        self.counters.victims += sum(move.victim >= 0 for move in journal.moves)
+        self.counters.write_backs += len(journal.write_backs)
+
+    def loads_arrived(self, journal: TableJournal) -> None:
         """Every value is where the plan says."""
         for move in journal.moves:
             self.slots[move.slot].is_dirty = move.is_new
             self.counters.loads += not move.is_new
-            self.counters.victims += move.victim >= 0
-            self.counters.write_backs += move.is_victim_dirty
 
     # ---- the end of a batch --------------------------------------------------------------------------------------
 
