@@ -112,7 +112,7 @@ def test_a_hung_job_is_stopped_and_says_where(pool: RankPool, job: object, where
     started = time.monotonic()
     with pytest.raises((RankTimeout, RankFailure), match=where):
         pool.run(job, 1, watchdog=2.0)  # type: ignore[arg-type]
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert not any(is_alive(pid) for pid in pids)
     assert pool.run(sum_of_ranks, 0) == [1, 1]
 
@@ -129,4 +129,4 @@ def test_a_lost_rank_ends_the_job_long_before_the_watchdog(pool: RankPool, job: 
     started = time.monotonic()
     with pytest.raises((RankTimeout, RankFailure), match=message):
         pool.run(job, 1)  # type: ignore[arg-type]
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
