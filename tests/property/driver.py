@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hybridrec.errors import HybridRecError, StateError
-from hybridrec.native import ShardGroup
+from hybridrec.native import ShardGroup, has_compiled_core
 from hybridrec.native.protocol import InitKind, Plan, PlanStatus, ShardSpec
 from tests.property import plain
 from tests.property.oracle import GroupModel
@@ -369,3 +369,14 @@ def random_operation(driver: Driver, rng: random.Random, num_ids: int) -> None:
         driver.resize(rng.randrange(2), rng.randint(0, 2))
     elif draw > 0.98 and unmoved:
         driver.swap(rng.choice(unmoved))
+
+
+def all_cores() -> dict[str, Callable[[list[ShardSpec]], ShardGroup]]:
+    """Every core that is there, and the compiled one once more with threads."""
+    groups: dict[str, Callable[[list[ShardSpec]], ShardGroup]] = {
+        "reference": lambda specs: ShardGroup(specs, core="reference")
+    }
+    if has_compiled_core():
+        groups["compiled"] = lambda specs: ShardGroup(specs, core="compiled")
+        groups["compiled, 3 threads"] = lambda specs: ShardGroup(specs, core="compiled", num_threads=3)
+    return groups

@@ -1,4 +1,4 @@
-"""The model of a `ShardGroup`: who is live is replayed from the list of batches, values live in one dict and never move.
+"""The model of a `ShardGroup`: who is live is replayed from the list of batches; values live in one dict and stay put.
 
 It keeps no journal and restores nothing: an undone batch is struck from the list, and who is live with which score
 follows from replaying the rest. Only slots and row numbers, which have a history, are kept as explicit lists of free

@@ -1,4 +1,4 @@
-"""docs/design/initial_rows.md once more, in plain Python integers, one value at a time; shares nothing with hybridrec."""
+"""docs/design/initial_rows.md in plain Python integers, one value at a time; shares nothing with hybridrec."""
 
 from __future__ import annotations
 
