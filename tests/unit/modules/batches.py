@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 from hybridrec.config import HashEmbeddingBagConfig
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
+
+with warnings.catch_warnings():  # the package's own use of torch.jit, at import
+    warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+    from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 EXTREME_IDS = (0, 1, -1, 2**63 - 1, -(2**63), 2**62, -(2**62), 10**12)
 
