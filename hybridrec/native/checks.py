@@ -13,6 +13,7 @@ from hybridrec.errors import ConfigError, IdError
 from hybridrec.native.protocol import InitKind, ShardSpec
 
 FULL_POLICIES = ("grow", "evict", "error")
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_SLOTS = 2**31 - 3
 """Of one table on one rank."""
 
@@ -98,7 +99,7 @@ def check_initial(spec: ShardSpec) -> None:
         raise ConfigError(f"{where}: table_seed={spec.table_seed} is no uint64. Take it from table_seed(seed, name).")
     if spec.init_kind not in tuple(InitKind):
         raise ConfigError(f"{where}: init_kind={spec.init_kind!r}. Accepted: {[k.name for k in InitKind]}.")
-    if not (np.isfinite(np.float32(spec.init_a)) and np.isfinite(np.float32(spec.init_b))):
+    if not (abs(spec.init_a) <= LARGEST_FLOAT32 and abs(spec.init_b) <= LARGEST_FLOAT32):  # false for NaN too
         raise ConfigError(f"{where}: init_a={spec.init_a}, init_b={spec.init_b}. Accepted: finite float32 values.")
     if spec.init_kind == InitKind.BANK:
         bank = spec.bank

@@ -57,6 +57,7 @@ class ShardGroup:
         self._specs = tuple(specs)
         self._num_slots = [spec.num_slots for spec in specs]
         self._moving: dict[int, tuple[int, int]] = {}  # ordinal -> (sum L, sum V)
+        self._bound: dict[int, tuple[Tensor, ...]] = {}  # the core has their addresses
         self._read_counts: dict[int, list[int]] = {}  # handle -> U of every table
         is_compiled = (core or serving_core()) == "compiled"
         self._core: Any = (CompiledShardGroup if is_compiled else reference.ShardGroup)(
@@ -67,7 +68,7 @@ class ShardGroup:
     def bind_slots(
         self, table: int, weights: Tensor, row_states: Sequence[Tensor], row_wise_states: Sequence[Tensor]
     ) -> None:
-        """Tell where the slots of a table are. The memory must outlive the group or the next bind.
+        """Tell where the slots of a table are. The tensors are kept until the next bind or resize.
 
         Args:
             table: Index.
@@ -90,12 +91,14 @@ class ShardGroup:
             check_tensor("bind_slots", name, tensor, torch.float32, shape)
         give = self._give
         self._core.bind_slots(table, give(weights), [give(s) for s in row_states], [give(s) for s in row_wise_states])
+        self._bound[table] = (weights, *row_states, *row_wise_states)
 
     def resize_slots(self, table: int, num_slots: int) -> None:
         """Grow C; `bind_slots` again before the next move. Legal only while the table has no pins."""
         check_table("resize_slots", table, len(self._specs))
         check_num_slots(f"resize_slots of table {self._specs[table].name!r}", num_slots)
         self._core.resize_slots(table, num_slots)
+        self._bound.pop(table, None)
         self._num_slots[table] = num_slots
 
     # ---- training ------------------------------------------------------------------------------------------------
