@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hybridrec.store.initializer import Uniform
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
@@ -18,6 +17,8 @@ from torchrec.optim import apply_optimizer_in_backward as torchrec_apply_optimiz
 from hybridrec.config import HashEmbeddingBagConfig
 from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
+from hybridrec.native import mix64
+from hybridrec.store.initializer import Uniform
 from tests.unit.modules.batches import (
     EXTREME_IDS,
     DenseTwin,
@@ -352,7 +353,9 @@ def limited(full_policy: str) -> HashEmbeddingBagCollection:
 
 def batch_of(*ids: int) -> KeyedJaggedTensor:
     """One bag for each id."""
-    return KeyedJaggedTensor(["t"], torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
+    return KeyedJaggedTensor(
+        ["t"], torch.tensor(ids, dtype=torch.int64), lengths=torch.ones(len(ids), dtype=torch.int64)
+    )
 
 
 def test_error_refuses_the_batch_that_does_not_fit() -> None:
@@ -390,6 +393,23 @@ def test_evict_drops_the_row_that_was_unused_longest_after_twelve_batches() -> N
     ids = set(collection.embedding_bags["t"].get_extra_state()["ids"].tolist())
     assert ids == {2, 3, 4}
     assert torch.equal(collection.eval()(batch_of(1)).values(), initial)
+
+
+def test_victims_of_equal_age_go_in_order_of_their_unsigned_keys_and_never_from_the_batch() -> None:
+    keys = {i: int(mix64(torch.tensor([i]))) for i in range(1, 50)}
+    positive = sorted((i for i, key in keys.items() if key > 0), key=keys.__getitem__)
+    negative = next(i for i, key in keys.items() if key < 0)
+    lowest, low, high = positive[:3]
+    collection = HashEmbeddingBagCollection(
+        [HashEmbeddingBagConfig(9, 2, "t", max_rows=4, full_policy="evict", planned_rows=4)]
+    )
+    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.5})
+    collection(batch_of(high, lowest, negative, low)).values().sum().backward()
+    for _ in range(12):
+        collection(batch_of()).values().sum().backward()
+    collection(batch_of(lowest, 99)).values().sum().backward()  # the lowest key is in the batch itself: it stays
+    ids = set(collection.embedding_bags["t"].get_extra_state()["ids"].tolist())
+    assert ids == {lowest, 99, high, negative}
 
 
 # ---- the module as others see it ---------------------------------------------------------------------------------
