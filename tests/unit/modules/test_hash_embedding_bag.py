@@ -410,6 +410,10 @@ def test_victims_of_equal_age_go_in_order_of_their_unsigned_keys_and_never_from_
     collection(batch_of(lowest, 99)).values().sum().backward()  # the lowest key is in the batch itself: it stays
     ids = set(collection.embedding_bags["t"].get_extra_state()["ids"].tolist())
     assert ids == {lowest, 99, high, negative}
+    collection(batch_of(low)).values().sum().backward()  # back, as a new row; the next victim is of the living ones
+    assert set(collection.embedding_bags["t"].get_extra_state()["ids"].tolist()) == {lowest, 99, low, negative}
+    collection(batch_of(100)).values().sum().backward()
+    assert set(collection.embedding_bags["t"].get_extra_state()["ids"].tolist()) == {lowest, 99, low, 100}
 
 
 # ---- the module as others see it ---------------------------------------------------------------------------------
