@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from pathlib import Path
 
+from hybridrec.backend import HOST, resolve_backend
 from hybridrec.errors import ConfigError
 
 DEFAULT_SHARE = 0.8
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-logger = logging.getLogger("hybridrec")
 
 
 def host_budget_bytes(host_memory_bytes: int | None) -> int:
@@ -31,26 +27,6 @@ def host_budget_bytes(host_memory_bytes: int | None) -> int:
                 "one rank may take. Pass a positive int, or None for 80 % of what is available."
             )
         return host_memory_bytes
-    limits = [int(text) for p in _CGROUP_LIMITS if (text := _read(p)).isdigit()]
-    available = _available_bytes()
-    if available is not None:
-        limits.append(available)
-    if not limits:
-        logger.warning("host memory cannot be read on this machine: no budget. Give host_memory_bytes.")
-        return 0
+    available, _ = resolve_backend(HOST.type).memory_bytes(HOST)
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return int(DEFAULT_SHARE * min(limits) / ranks)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _available_bytes() -> int | None:
-    for line in _read(Path("/proc/meminfo")).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return int(DEFAULT_SHARE * available / ranks)

@@ -12,7 +12,7 @@ from hybridrec.store.row_state_layout import RowStateLayout
 
 DEFAULT_LOAD_FACTOR = 0.2
 """Share of the planned rows that a device cache holds when neither ``device_rows`` nor ``CacheParams`` say."""
-TRANSIENT_SLOTS = 1024
+TRANSIENT_SLOTS = 256
 """Slots that a ``fused_uvm`` table starts with; they grow to what the batches in flight need."""
 MAX_SLOTS = 2**32 - 2
 

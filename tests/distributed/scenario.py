@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,16 +47,17 @@ class Scenario:
 
     optimizer: str = "adagrad"
     cache: str = "minimum"
-    """"all", "tenth" or "minimum" (the largest batch's unique rows)."""
+    """"all", "tenth", "minimum" (the largest batch's unique rows), or "default": `device_rows` is not given."""
     kernel: str = "fused_uvm_caching"
     is_weighted: bool = False
     steps: int = 200
     batch_size: int = 8
-    ids_per_table: int = 600
+    ids_per_table: int = 1000
     tables: tuple[Table, ...] = TABLES
     seed: int = 1
 
 
+@functools.lru_cache(maxsize=64)
 def universe(scenario: Scenario, table: Table) -> list[int]:
     """Every id that a table will ever see: from the whole int64 range."""
     rng = random.Random(f"{scenario.seed} {table.name}")
@@ -138,7 +140,7 @@ def build(scenario: Scenario, slots: dict[str, int]) -> tuple[DistributedModelPa
             feature_names=list(t.features),
             pooling=PoolingType.MEAN if t.is_mean else PoolingType.SUM,
             seed=t.seed,
-            device_rows=None if scenario.kernel == "fused" else slots[t.name],
+            device_rows=slots[t.name] if scenario.cache != "default" and scenario.kernel != "fused" else None,
             initializer=Uniform(-0.1, 0.1),
         )
         for t in scenario.tables

@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from hybridrec.distributed.placement import TRANSIENT_SLOTS
 from tests.distributed.scenario import TABLES, Scenario, run_against_oracle
 from tests.ranks import RankPool
 
@@ -73,3 +74,11 @@ def test_other_placements(pool_2: RankPool, kernel: str) -> None:
     for result in pool_2.run(run_against_oracle, scenario):
         for s in result["stats"]:
             assert s.pins == 0 and s.rows > 0
+
+
+def test_transient_slots_grow(pool_2: RankPool) -> None:
+    """`fused_uvm` without `device_rows` starts with few slots and gets what the batches need."""
+    scenario = Scenario(kernel="fused_uvm", cache="default", steps=40, batch_size=200, ids_per_table=2000)
+    for result in pool_2.run(run_against_oracle, scenario):
+        assert all(s.slots > TRANSIENT_SLOTS for s in result["stats"])
+        assert all(s.pins == 0 for s in result["stats"])
