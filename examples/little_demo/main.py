@@ -39,8 +39,8 @@ from examples.little_demo.report import gather_stats, hit_rate, plan_lines, stat
 from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, get_default_hybrid_sharders
 
 AUC_GOAL = 0.77
-"""What one epoch reaches with room to spare: 0.780 is the worst of twelve seeds in plain PyTorch."""
-ROW_LEARNING_RATE = 0.1
+"""What one epoch reaches with room to spare: 0.7795 is the worst of seeds 0 to 5 on two ranks."""
+ROW_LEARNING_RATE = 0.2
 DENSE_LEARNING_RATE = 2e-3
 REPORT_EVERY = 10
 """Batches between two printed losses."""
