@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -337,3 +338,17 @@ def test_slots_take_no_memory_before_they_are_used(kernel_name: str) -> None:
 def _resident_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@each_kernel
+def test_a_table_without_slots_does_not_disturb_its_neighbour(kernel_name: str) -> None:
+    spec = make_spec("adagrad", (8, 4, 4), num_slots=5)
+    empty = replace(spec, tables=(replace(spec.tables[0], num_slots=0), *spec.tables[1:]))
+    kernel, expected = make_kernel(kernel_name, empty), make_kernel(kernel_name, spec)
+    for t in (1, 2):
+        kernel.slot_arrays(t).weights.copy_(expected.slot_arrays(t).weights)
+    grad = torch.randn((1, 16), generator=torch.Generator().manual_seed(1))
+    batch = Batch(torch.tensor([4, 2, 4]), torch.tensor([0, 0, 2, 3]), None, grad)
+    assert torch.equal(train(kernel, batch, step=1), train(expected, batch, step=1))
+    for t in (1, 2):
+        assert torch.equal(kernel.slot_arrays(t).weights, expected.slot_arrays(t).weights)
