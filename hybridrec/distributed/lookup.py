@@ -328,4 +328,5 @@ def _feature_offsets(keys: KeyedJaggedTensor) -> Tensor:
     offsets = keys.offsets()
     if keys.stride() == 0:
         return torch.zeros(len(keys.keys()) + 1, dtype=torch.int64)
-    return offsets[:: keys.stride()].to(dtype=torch.int64, device=HOST).contiguous()
+    feature_offsets: Tensor = offsets[:: keys.stride()].to(dtype=torch.int64, device=HOST)
+    return feature_offsets.contiguous()

@@ -97,14 +97,14 @@ class _ShardedPlainCollection(ShardedEmbeddingBagCollection):  # type: ignore[mi
 class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
     """Row-wise, ids over the host group where they are in host memory, pools summed in rank order."""
 
+    _pg: dist.ProcessGroup  # TorchRec's: over which ids and pools travel
+
     def __init__(self, host_group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
         self._host_group = host_group
         super().__init__(*args, **kwargs)
 
     def create_input_dist(self, device: torch.device | None = None) -> Any:
-        pools_group: dist.ProcessGroup = self._pg
-        if (device or self._device) == HOST:
-            self._pg = self._host_group
+        pools_group, self._pg = self._pg, self._host_group if (device or self._device) == HOST else self._pg
         try:
             return super().create_input_dist(device)
         finally:

@@ -14,7 +14,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from hybridrec._compat.planner import TIERS_ATTRIBUTE, install_planner_wraps
 from hybridrec._compat.torchrec import BaseEmbeddingSharder
 from hybridrec.backend import parse_device, resolve_backend
-from hybridrec.config import TableConfig, resolve_tables
+from hybridrec.config import TableConfig
 from hybridrec.distributed.host_env import check_host_env
 from hybridrec.distributed.host_memory import host_budget_bytes
 from hybridrec.distributed.lookup import PooledLookup, ShardTable
@@ -79,8 +79,8 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
     def shardable_parameters(self, module: HashEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Table -> nominal parameter, which tells the planner what the table takes in each tier."""
         parameters = {}
-        for table in resolve_tables(module.embedding_bag_configs()):
-            parameter = module.embedding_bags[table.name].weight
+        for table in module.table_configs:
+            parameter = _nominal_parameter(module, table)
             layout = RowStateLayout(table.embedding_dim, self._optimizer_of(table, parameter).row_states())
             setattr(parameter, TIERS_ATTRIBUTE, partial(_planned_bytes, table, layout))
             parameters[table.name] = parameter
@@ -108,7 +108,13 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"host_env is rank {self._host_env.rank} of {self._host_env.world_size}, the model's environment is "
                 f"rank {env.rank} of {env.world_size}. The host group must have the same ranks in the same order."
             )
-        tables = resolve_tables(module.embedding_bag_configs())
+        tables = module.table_configs
+        trained = {name: rows for name, rows in module.num_rows().items() if rows}
+        if trained:
+            raise ConfigError(
+                f"{module_fqn or type(module).__name__}: it was trained unsharded and holds rows ({trained}), which "
+                "sharding would lose. Shard it before the first training batch."
+            )
         missing = [table.name for table in tables if table.name not in params]
         if missing:
             raise ConfigError(
@@ -145,7 +151,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"table {table.name!r}: the plan shards it {planned.sharding_type!r}; hashed tables are sharded "
                 "'row_wise'. Use ParameterConstraints(sharding_types=['row_wise'])."
             )
-        parameter = module.embedding_bags[table.name].weight
+        parameter = _nominal_parameter(module, table)
         if not parameter.requires_grad:
             raise ConfigError(
                 f"table {table.name!r}: its parameter has requires_grad=False. Hashed tables cannot be frozen in this "
@@ -192,7 +198,8 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"({', '.join(c.__name__ for c in classes)}). Call it once."
             )
         if classes:
-            return OptimizerSpec.from_class(classes[0], parameter._optimizer_kwargs[0], table=table.name)
+            (kwargs,) = parameter._optimizer_kwargs  # type: ignore[attr-defined]  # set beside the classes
+            return OptimizerSpec.from_class(classes[0], kwargs, table=table.name)
         if self.fused_params:
             return OptimizerSpec.from_fused_params(self.fused_params, table=table.name)
         return OptimizerSpec(kind="none")
@@ -204,9 +211,16 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             largest = max(tables, key=lambda t: t.placed.num_slots * t.layout.slot_bytes)
             raise BackendError(
                 f"the slots of {len(tables)} tables take {needed:,} bytes on {device}, which has {total:,}. The "
-                f"largest is {largest.name!r}: {largest.placed.num_slots:,} slots, kernel {largest.placed.placement.value!r}. "
+                f"largest is {largest.name!r}: {largest.placed.num_slots:,} slots, kernel "
+                f"{largest.placed.placement.value!r}. "
                 "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
             )
+
+
+def _nominal_parameter(module: HashEmbeddingBagCollection, table: TableConfig) -> nn.Parameter:
+    parameter = module.embedding_bags[table.name].weight
+    assert isinstance(parameter, nn.Parameter)
+    return parameter
 
 
 def _planned_bytes(
