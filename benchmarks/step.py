@@ -38,20 +38,21 @@ from hybridrec.native import core_description
 LEARNING_RATE, EPS = 0.01, 1e-8
 
 
-def power_law_rows(rng: np.random.Generator, num_rows: int, count: int, alpha: float) -> np.ndarray:
-    """int64 [count] in [0, num_rows), density proportional to x^-alpha, hot rows scattered over the table."""
+def power_law_ranks(rng: np.random.Generator, num_rows: int, count: int, alpha: float) -> np.ndarray:
+    """int64 [count] in [0, num_rows), 0 the most frequent, density proportional to (rank + 1)^-alpha."""
     u = rng.random(count)
     x = (1 - u * (1 - float(num_rows) ** (1 - alpha))) ** (1 / (1 - alpha))
-    return rng.permutation(num_rows)[np.minimum(x.astype(np.int64), num_rows) - 1]
+    return np.minimum(x.astype(np.int64), num_rows) - 1
 
 
 def make_batches(args: argparse.Namespace, pooling: int) -> tuple[list[Tensor], Tensor]:
     """(row numbers int64 [T * B * L] of each batch, ids int64 [T, rows])."""
     rng = np.random.default_rng(args.seed)
     ids = rng.integers(-(2**63), 2**63, size=(args.tables, args.rows), dtype=np.int64)
+    row_of_rank = [rng.permutation(args.rows) for _ in range(args.tables)]  # hot rows lie scattered over a table
     batches = []
     for _ in range(args.distinct_batches):
-        rows = [power_law_rows(rng, args.rows, args.batch * pooling, args.alpha) for _ in range(args.tables)]
+        rows = [order[power_law_ranks(rng, args.rows, args.batch * pooling, args.alpha)] for order in row_of_rank]
         batches.append(torch.from_numpy(np.concatenate(rows)))
     return batches, torch.from_numpy(ids)
 
