@@ -16,6 +16,9 @@ from hybridrec._compat.torchrec import RwSparseFeaturesDist
 from hybridrec.backend import HOST
 from hybridrec.native import mix64
 
+MAX_KNOWN_ORDERS = 64
+"""Orders of a KJT's keys that are remembered at a time."""
+
 
 class HashInputDist(RwSparseFeaturesDist):  # type: ignore[misc]
     """KJT of raw ids of this rank's batch -> awaitable of the KJT of keys that this rank owns, of all ranks' batches.
@@ -99,6 +102,8 @@ class FeatureOrder:
     def _order_of(self, keys: list[str]) -> tuple[list[int], Tensor] | None:
         known = tuple(keys)
         if known not in self._orders:
+            if len(self._orders) >= MAX_KNOWN_ORDERS:
+                self._orders.clear()  # a loader that shuffles its keys must not fill the memory
             order = [keys.index(name) for name in self._feature_names]
             is_identity = order == list(range(len(keys)))
             self._orders[known] = None if is_identity else (order, torch.tensor(order, dtype=torch.int32))

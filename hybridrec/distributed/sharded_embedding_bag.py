@@ -30,7 +30,7 @@ from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.output_dist import RankOrderPooledDist
 from hybridrec.distributed.verdict import agree
-from hybridrec.errors import HybridRecError, StateError
+from hybridrec.errors import StateError
 from hybridrec.metrics import TableStats
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 from hybridrec.modules.input_check import check_features
@@ -108,7 +108,7 @@ class ShardedHashEmbeddingBagCollection(
             check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
             with torch.no_grad():
                 features = self._feature_order.apply(features)
-        except HybridRecError as e:
+        except Exception as e:  # travels to the other ranks, then every rank raises it
             if self._host_group.size() == 1:
                 raise
             ctx.error = e
