@@ -32,6 +32,9 @@ from hybridrec.types import SlotArrays
 
 logger = logging.getLogger("hybridrec")
 
+WARN_SHARE = 0.8
+"""Of the host budget: what is taken beyond it is said once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardTable:
@@ -98,9 +101,12 @@ class PooledLookup(nn.Module):
         owners = [t for t, table in enumerate(self._tables) for _ in range(table.num_features)]
         self._feature_table = torch.tensor(owners, dtype=torch.int64)
         self._group = ShardGroup([table.spec for table in self._tables], host_budget_bytes=host_budget_bytes)
+        # How many of a kernel's slots the group gives out; fewer than there are only if a growth failed half-way.
+        self._num_slots = [table.placed.num_slots for table in self._tables]
+        self._params = [nn.Parameter(self._slot_arrays(t).weights) for t in range(len(self._tables))]
+        for t in range(len(self._tables)):
+            self._publish_slots(t)
         if backend.is_host_memory:
-            for t in range(len(self._tables)):
-                self._group.bind_slots(t, *self._slot_arrays(t))
             swapper: HostMemorySwapper | StagedSwapper = HostMemorySwapper(self._group)
         else:
             widths = [table.layout.record_floats for table in self._tables]
@@ -110,7 +116,9 @@ class PooledLookup(nn.Module):
         self._fits_so_far = [t for t, s in enumerate(self._tables) if s.placed.placement is Placement.DEVICE]
         # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._params = [nn.Parameter(self._slot_arrays(t).weights) for t in range(len(self._tables))]
+        self._host_budget_bytes = host_budget_bytes
+        self._unchecked_bytes = 0
+        self._largest_row_bytes = max(t.layout.store_bytes + t.layout.index_bytes for t in self._tables)
 
     @property
     def kernels(self) -> list[LookupKernel]:
@@ -157,9 +165,8 @@ class PooledLookup(nn.Module):
             ):
                 self._grow_slots(planned.table, planned.needed)
                 continue
-            return refusal_error(
-                planned, table, rank=self._rank, world_size=self._world_size, slots=self._num_slots(planned.table)
-            )
+            slots = self._num_slots[planned.table] if table is not None else 0
+            return refusal_error(planned, table, rank=self._rank, world_size=self._world_size, slots=slots)
 
     def forward(self, batch: MappedBatch) -> Tensor:
         """COMPUTE: float32 [bags of all ranks, columns of all kernels], on the device."""
@@ -172,7 +179,7 @@ class PooledLookup(nn.Module):
         """One value a table, this rank's."""
         self.log.settle()
         return tuple(
-            TableStats(table=table.name, rank=self._rank, slots=self._num_slots(t), **self._group.counters(t)._asdict())
+            TableStats(table=table.name, rank=self._rank, slots=self._num_slots[t], **self._group.counters(t)._asdict())
             for t, table in enumerate(self._tables)
         )
 
@@ -195,8 +202,11 @@ class PooledLookup(nn.Module):
         for kernel, kept, part in zip(self._kernels, saved, grad.split(self._kernel_dims, 1), strict=True):
             kernel.backward(kept, part, step=step)
         batch.transaction.commit()
-        if batch.transaction.plan.num_write_backs and self._fits_so_far:
+        plan = batch.transaction.plan
+        if plan.num_write_backs and self._fits_so_far:
             self._warn_beyond_plan()
+        if plan.num_inits and self._host_budget_bytes:
+            self._warn_near_budget(plan.num_inits)
 
     def _read(self, batch: MappedBatch) -> Tensor:
         """Look rows up without a trace: the batch's unique rows are copied to where a reader kernel looks."""
@@ -259,8 +269,15 @@ class PooledLookup(nn.Module):
         kernel, index = self._place_of_table[table]
         return self._kernels[kernel].slot_arrays(index)
 
-    def _num_slots(self, table: int) -> int:
-        return self._slot_arrays(table).weights.shape[0] if table >= 0 else 0
+    def _publish_slots(self, table: int) -> None:
+        """Tell the group, and those who hold the parameter, where a table's slots are."""
+        arrays = self._slot_arrays(table)
+        self._params[table].data = arrays.weights
+        if self._backend.is_host_memory:
+            n = self._num_slots[table]
+            self._group.bind_slots(
+                table, arrays.weights[:n], [a[:n] for a in arrays.row_states], [a[:n] for a in arrays.row_wise_states]
+            )
 
     def _grow_slots(self, table: int, needed: int) -> None:
         """More slots for a table that keeps only batches in flight there. No batch is in flight in it."""
@@ -270,12 +287,12 @@ class PooledLookup(nn.Module):
         sizes[index] = max(needed, sizes[index] + sizes[index] // 2)
         logger.info("table %r: slots for batches in flight grow to %s", self._tables[table].name, f"{sizes[index]:,}")
         self._kernels[kernel].resize(sizes)
-        self._group.resize_slots(table, sizes[index])
-        for t in self.kernel_tables(kernel):
-            arrays = self._slot_arrays(t)
-            self._params[t].data = arrays.weights
-            if self._backend.is_host_memory:
-                self._group.bind_slots(t, *arrays)
+        try:
+            self._group.resize_slots(table, sizes[index])
+            self._num_slots[table] = sizes[index]
+        finally:  # the kernel's slots have moved, whatever the group said
+            for t in self.kernel_tables(kernel):
+                self._publish_slots(t)
 
     def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
         sizes = [[counts[t] for t in self.kernel_tables(k)] for k in range(len(self._kernels))]
@@ -300,6 +317,26 @@ class PooledLookup(nn.Module):
                 self._world_size,
                 f"{self._tables[t].placed.planned_rows:,}",
             )
+
+    def _warn_near_budget(self, num_rows: int) -> None:
+        """Look at the memory taken whenever new rows may have added a hundredth of the budget; warn once."""
+        self._unchecked_bytes += num_rows * self._largest_row_bytes
+        if self._unchecked_bytes * 100 < self._host_budget_bytes:
+            return
+        self._unchecked_bytes = 0
+        taken = sum(self._group.counters(t).host_bytes for t in range(len(self._tables)))
+        if taken < WARN_SHARE * self._host_budget_bytes:
+            return
+        logger.warning(
+            "rank %d of %d: the shards take %s bytes of host memory, %d %% of the budget of %s; a batch that would exceed "
+            "it is refused. Raise host_memory_bytes, give max_rows with full_policy='evict', or use more ranks.",
+            self._rank,
+            self._world_size,
+            f"{taken:,}",
+            100 * taken // self._host_budget_bytes,
+            f"{self._host_budget_bytes:,}",
+        )
+        self._host_budget_bytes = 0  # said once; the group keeps the budget
 
 
 class _PooledLookup(torch.autograd.Function):

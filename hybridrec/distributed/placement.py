@@ -14,7 +14,7 @@ DEFAULT_LOAD_FACTOR = 0.2
 """Share of the planned rows that a device cache holds when neither ``device_rows`` nor ``CacheParams`` say."""
 TRANSIENT_SLOTS = 256
 """Slots that a ``fused_uvm`` table starts with; they grow to what the batches in flight need."""
-MAX_SLOTS = 2**32 - 2
+MAX_SLOTS = 2**31 - 3
 
 
 class Placement(str, enum.Enum):

@@ -35,9 +35,9 @@ def refusal_error(plan: Plan, table: ShardTable | None, *, rank: int, world_size
         )
     if plan.status == PlanStatus.HOST_BUDGET:
         return CapacityError(
-            f"{where}: the batch needs {needed} bytes of host memory and {available} are left of the budget. Raise "
-            "host_memory_bytes in get_default_hybrid_sharders(...), give max_rows with full_policy='evict', or use "
-            "more ranks."
+            f"{where}: with the batch the shards of this rank would take {needed} bytes of host memory, and the budget "
+            f"is {available}. Raise host_memory_bytes in get_default_hybrid_sharders(...), give max_rows with "
+            "full_policy='evict', or use more ranks."
         )
     return CapacityError(
         f"{where}: the shard holds {available} rows, all that can be numbered (2**32 - 1). Use more ranks."

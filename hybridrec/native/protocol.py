@@ -65,7 +65,7 @@ class PlanStatus(enum.IntEnum):
     OK = 0
     NO_SLOTS = 1  # needed: slots that the batch needs; available: C; pinned: slots pinned by other batches
     QUOTA = 2  # full_policy "error", or "evict" with too few evictable rows; needed: rows, available: quota
-    HOST_BUDGET = 3  # needed, available: bytes
+    HOST_BUDGET = 3  # needed: bytes that the group would take in all; available: the budget
     TOO_MANY_ROWS = 4  # uint32 row numbers are used up
 
 

@@ -107,14 +107,13 @@ class ShardGroup:
 
     def _decide(self, occurrences: list[tuple[Int64s, list[int]]], ordinal: int) -> list[Decision] | Plan:
         decisions: list[Decision] = []
-        bytes_left = self._budget - self._host_bytes()
+        num_bytes = self._host_bytes()
         for t, (shard, (_, keys)) in enumerate(zip(self._tables, occurrences, strict=True)):
             decision = shard.decide(keys, ordinal)
             if isinstance(decision, Decision):
-                extra = shard.extra_host_bytes(decision)
-                if self._budget and extra > bytes_left:
-                    decision = Refusal(PlanStatus.HOST_BUDGET, extra, max(0, bytes_left))
-                bytes_left -= extra
+                num_bytes += shard.extra_host_bytes(decision)
+                if self._budget and num_bytes > self._budget:
+                    decision = Refusal(PlanStatus.HOST_BUDGET, num_bytes, self._budget)
             if isinstance(decision, Refusal):
                 shard.counters.rejected += 1
                 return Plan(decision.status, t, decision.needed, decision.available, decision.pinned, 0, 0, 0, 0, 0, 0)

@@ -1,0 +1,192 @@
+"""`max_rows` with its policies, and the host budget, on sharded tables."""
+
+from __future__ import annotations
+
+import logging
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hybridrec import (
+    CapacityError,
+    HashEmbeddingBagCollection,
+    HashEmbeddingBagConfig,
+    Uniform,
+    get_default_hybrid_sharders,
+)
+from hybridrec.distributed import lookup
+from tests.distributed.oracle import Table, initial_row, mix64, owner
+from tests.distributed.scenario import state_of
+from tests.ranks import RankPool
+
+DIM = 8
+
+
+class Model(nn.Module):
+    def __init__(self, ebc: HashEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.ebc = ebc
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        return self.ebc(features).values().square().sum()
+
+
+def shard(
+    *, device_rows: int = 64, dim: int = DIM, host_memory_bytes: int | None = None, **table: object
+) -> DistributedModelParallel:
+    config = HashEmbeddingBagConfig(
+        name="t",
+        num_embeddings=1000,
+        embedding_dim=dim,
+        feature_names=["f"],
+        device_rows=device_rows,
+        initializer=Uniform(-0.1, 0.1),
+        **table,
+    )
+    model = Model(HashEmbeddingBagCollection([config]))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+    world_size = dist.get_world_size()
+    env = ShardingEnv(world_size=world_size, rank=dist.get_rank(), pg=dist.new_group(backend="gloo"))
+    sharders = get_default_hybrid_sharders(env, host_memory_bytes=host_memory_bytes)
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu"),
+        constraints={"t": ParameterConstraints(compute_kernels=["fused_uvm_caching"])},
+    )
+    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+
+
+def bag_of(ids: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=["f"], values=torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor([len(ids)]))
+
+
+def ids_of(step: int, rank: int) -> list[int]:
+    rng = random.Random(f"{step} {rank}")
+    return [rng.randrange(-60, 60) for _ in range(6)]
+
+
+class EvictingModel:
+    """The rule of docs/design/transaction.md for one rank's shard, on a dict id -> ordinal of last use."""
+
+    def __init__(self, quota: int) -> None:
+        self.quota, self.last_use, self.ordinal, self.evicted = quota, {}, 0, []
+
+    def step(self, ids: set[int]) -> None:
+        self.ordinal += 1
+        new = ids - set(self.last_use)
+        missing = len(self.last_use) + len(new) - self.quota
+        self.last_use |= dict.fromkeys(ids, self.ordinal)
+        if missing > 0:
+            old = sorted((score, mix64(i), i) for i, score in self.last_use.items() if score < self.ordinal - 12)
+            assert len(old) >= missing, "the test's own quota is too small"
+            for _, _, i in old[:missing]:
+                del self.last_use[i]
+                self.evicted.append(i)
+
+
+def evicting_run(max_rows: int, device_rows: int, steps: int) -> dict[str, object]:
+    """Live ids after every step, as the model says; rows that came back were initial again."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dmp = shard(device_rows=device_rows, max_rows=max_rows, full_policy="evict")
+    model = EvictingModel(-(-max_rows // world_size))
+    table = Table(name="t", dim=DIM, features=("f",))
+    wrong = ""
+    for step in range(steps):
+        everyone = [ids_of(step, r) for r in range(world_size)]
+        mine = {i for ids in everyone for i in ids if owner(i, world_size) == rank}
+        born = mine - set(model.last_use)
+        loss = dmp(bag_of(everyone[rank]))
+        (rows,) = state_of(dmp)
+        for i in born:
+            if not np.array_equal(rows[i], initial_row(table, i)):
+                wrong = wrong or f"step {step}: id {i} came back as {rows[i]}"
+        loss.backward()
+        model.step(mine)
+        (rows,) = state_of(dmp)
+        if set(rows) != set(model.last_use):
+            wrong = wrong or f"step {step}: {sorted(set(rows) ^ set(model.last_use))[:4]} should not differ"
+    (stats,) = dmp.module.ebc.stats()
+    if stats.evicted != len(model.evicted):
+        wrong = wrong or f"{stats.evicted} counted as evicted, not {len(model.evicted)}"
+    return {"wrong": wrong, "evicted": model.evicted, "bits": {i: row.tobytes() for i, row in rows.items()}}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evict_drops_the_rows_that_the_rule_names(pools: dict[int, RankPool], world_size: int) -> None:
+    max_rows = 80 if world_size == 1 else 104
+    runs = [pools[world_size].run(evicting_run, max_rows, device_rows, 60) for device_rows in (12, 64)]
+    for rank in range(world_size):
+        small, large = runs[0][rank], runs[1][rank]
+        assert small["wrong"] == large["wrong"] == ""
+        assert small["evicted"] and small["evicted"] == large["evicted"]  # whatever the cache's size
+        assert small["bits"] == large["bits"]
+
+
+def refused(kind: str) -> dict[str, object]:
+    """Train until the table is full; then the next new row is refused, and known ones still train."""
+    arguments: dict[str, object] = {"max_rows": 40, "full_policy": "error"}
+    if kind == "evict":  # nothing is old enough to be evicted
+        arguments = {"max_rows": 40, "full_policy": "evict"}
+    elif kind == "budget":
+        arguments = {"host_memory_bytes": 300_000, "device_rows": 200}
+    dmp = shard(**arguments)
+    error, first = "", list(range(10))
+    for step in range(400):
+        ids = list(range(10 * step, 10 * step + 10))
+        try:
+            dmp(bag_of(ids)).backward()
+        except CapacityError as e:
+            error = str(e)
+            break
+    (before,) = state_of(dmp)
+    dmp(bag_of(first)).backward()
+    (after,) = state_of(dmp)
+    (stats,) = dmp.module.ebc.stats()
+    return {
+        "error": error,
+        "known rows train": set(before) == set(after) and any(not np.array_equal(before[i], after[i]) for i in before),
+        "rejected": stats.rejected,
+        "rows": stats.rows,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [("error", "full_policy='error'"), ("evict", "unused for 12 batches"), ("budget", "host_memory_bytes")],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_table_is_refused(pools: dict[int, RankPool], world_size: int, kind: str, match: str) -> None:
+    results = pools[world_size].run(refused, kind)
+    for result in results:
+        assert "table 't'" in result["error"] and match in result["error"], result
+        assert result["rows"] > 0
+    assert any(r["known rows train"] for r in results)
+    assert sum(r["rejected"] for r in results) >= 1
+    assert len({r["error"] for r in results}) == 1
+
+
+def warnings_near_budget() -> list[str]:
+    dmp = shard(host_memory_bytes=20_000_000, device_rows=50, dim=512)
+    with mock.patch.object(lookup.logger, "warning") as warning:
+        for step in range(3000):
+            try:
+                dmp(bag_of(list(range(10 * step, 10 * step + 10)))).backward()
+            except CapacityError:
+                break
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def test_budget_warns_once_before_it_refuses(pool_1: RankPool) -> None:
+    (lines,) = pool_1.run(warnings_near_budget)
+    assert len(lines) == 1 and "of the budget of 20,000,000" in lines[0]
+    assert logging.getLogger("hybridrec") is lookup.logger
