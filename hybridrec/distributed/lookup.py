@@ -328,8 +328,8 @@ class PooledLookup(nn.Module):
         if taken < WARN_SHARE * self._host_budget_bytes:
             return
         logger.warning(
-            "rank %d of %d: the shards take %s bytes of host memory, %d %% of the budget of %s; a batch that would exceed "
-            "it is refused. Raise host_memory_bytes, give max_rows with full_policy='evict', or use more ranks.",
+            "rank %d of %d: the shards take %s bytes of host memory, %d %% of the budget of %s; a batch beyond it "
+            "is refused. Raise host_memory_bytes, give max_rows with full_policy='evict', or use more ranks.",
             self._rank,
             self._world_size,
             f"{taken:,}",

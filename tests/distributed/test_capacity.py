@@ -72,7 +72,7 @@ def bag_of(ids: list[int]) -> KeyedJaggedTensor:
 
 def ids_of(step: int, rank: int) -> list[int]:
     rng = random.Random(f"{step} {rank}")
-    return [rng.randrange(-60, 60) for _ in range(6)]
+    return [rng.randrange(-60, 60) for _ in range(4)]
 
 
 class EvictingModel:
@@ -123,7 +123,7 @@ def evicting_run(max_rows: int, device_rows: int, steps: int) -> dict[str, objec
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_evict_drops_the_rows_that_the_rule_names(pools: dict[int, RankPool], world_size: int) -> None:
-    max_rows = 80 if world_size == 1 else 104
+    max_rows = 80 if world_size == 1 else 96
     runs = [pools[world_size].run(evicting_run, max_rows, device_rows, 60) for device_rows in (12, 64)]
     for rank in range(world_size):
         small, large = runs[0][rank], runs[1][rank]
