@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         get_default_hybrid_sharders,
     )
     from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
+    from hybridrec.metrics import TableStats
     from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
     from hybridrec.store.initializer import Constant, Normal, Uniform
 
@@ -35,6 +36,7 @@ __all__ = [
     "IdError",
     "Normal",
     "StateError",
+    "TableStats",
     "Uniform",
     "__version__",
     "get_default_hybrid_sharders",
@@ -48,6 +50,7 @@ _NAMES_BY_MODULE = {
         "get_default_hybrid_sharders",
     ),
     "hybridrec.errors": ("BackendError", "CapacityError", "ConfigError", "HybridRecError", "IdError", "StateError"),
+    "hybridrec.metrics": ("TableStats",),
     "hybridrec.modules.hash_embedding_bag": ("HashEmbeddingBagCollection",),
     "hybridrec.store.initializer": ("Constant", "Normal", "Uniform"),
 }

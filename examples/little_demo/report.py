@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 if TYPE_CHECKING:
-    from hybridrec.metrics import TableStats
+    from hybridrec import TableStats
 
 
 def plan_lines(plan: ShardingPlan, device_rows: dict[str, int | None]) -> list[str]:

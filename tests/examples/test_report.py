@@ -9,7 +9,7 @@ from typing import Any
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from examples.little_demo import report
-from hybridrec.metrics import TableStats
+from hybridrec import TableStats
 
 
 def stats(table: str, rank: int, **counters: int) -> TableStats:
