@@ -79,9 +79,9 @@ class Harness {
       plan();
     } else if (choice < 50) {
       read();
-    } else if (choice < 52 && in_flight_.empty()) {
+    } else if (choice < 52 && in_flight_.empty() && setup_.budget_bytes == 0) {
       group_.flush();
-    } else if (choice < 53 && in_flight_.empty() && setup_.num_slots < 24) {
+    } else if (choice < 53 && in_flight_.empty() && setup_.num_slots < 24 && setup_.budget_bytes == 0) {
       resize();
     } else if (!in_flight_.empty()) {
       choice < 85 ? commit() : undo();
