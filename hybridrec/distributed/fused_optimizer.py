@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hybridrec._compat.torchrec import FusedOptimizer
+from hybridrec.errors import ConfigError
 from hybridrec.kernels.base import LookupKernel
 
 
@@ -29,6 +31,7 @@ class HashFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
             "betas": (optimizer.beta1, optimizer.beta2),
             "weight_decay": optimizer.weight_decay,
         }
+        self._fixed = {name: group[name] for name in ("kind", "eps", "betas", "weight_decay")}
         super().__init__(dict(params), {p: {} for p in params.values()}, [group])
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -40,4 +43,16 @@ class HashFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
         self._hand_on_learning_rate()
 
     def _hand_on_learning_rate(self) -> None:
-        self._kernel.learning_rate = float(self.param_groups[0]["lr"])
+        (group,) = self.param_groups
+        learning_rate = float(group["lr"])
+        if not 0.0 <= learning_rate < math.inf:
+            raise ConfigError(
+                f"fused optimizer: lr={learning_rate!r} in param_groups. It must be finite and at least 0."
+            )
+        for name, value in self._fixed.items():
+            if group[name] != value:
+                raise ConfigError(
+                    f"fused optimizer: {name} in param_groups was changed from {value!r} to {group[name]!r}. Only lr "
+                    "can change while training; give the others to apply_optimizer_in_backward."
+                )
+        self._kernel.learning_rate = learning_rate

@@ -11,7 +11,7 @@ DEFAULT_SHARE = 0.8
 
 
 def host_budget_bytes(host_memory_bytes: int | None) -> int:
-    """Bytes that this rank's shards may take.
+    """Bytes that the shards of a collection may take on this rank.
 
     Args:
         host_memory_bytes: What the user gave for one rank, or None: 0.8 x min(cgroup limit, available memory) /
@@ -28,5 +28,9 @@ def host_budget_bytes(host_memory_bytes: int | None) -> int:
             )
         return host_memory_bytes
     available, _ = resolve_backend(HOST.type).memory_bytes(HOST)
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return int(DEFAULT_SHARE * available / ranks)
+    return int(DEFAULT_SHARE * available / local_world_size())
+
+
+def local_world_size() -> int:
+    """Ranks on this machine, as the launcher says (LOCAL_WORLD_SIZE); 1 if it says nothing."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

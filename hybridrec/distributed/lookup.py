@@ -20,7 +20,7 @@ from hybridrec.backend import HOST, DeviceBackend
 from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSwapper, TransactionLog
 from hybridrec.distributed.placement import Placement, ShardPlacement
 from hybridrec.distributed.refusal import refusal_error
-from hybridrec.errors import HybridRecError
+from hybridrec.errors import CapacityError, HybridRecError, StateError
 from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
 from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
@@ -54,6 +54,8 @@ class MappedBatch:
     """A batch after MAP. Training batches have a transaction; a batch that only reads has none."""
 
     transaction: BatchTransaction | None
+    lease: Lease | None
+    """Of the transaction: when this value and the autograd node are gone without a commit, the batch is abandoned."""
     keys: KeyedJaggedTensor
     feature_offsets: Tensor
     """int64 [F + 1], host memory: where each feature starts among the ids."""
@@ -101,7 +103,6 @@ class PooledLookup(nn.Module):
         owners = [t for t, table in enumerate(self._tables) for _ in range(table.num_features)]
         self._feature_table = torch.tensor(owners, dtype=torch.int64)
         self._group = ShardGroup([table.spec for table in self._tables], host_budget_bytes=host_budget_bytes)
-        # How many of a kernel's slots the group gives out; fewer than there are only if a growth failed half-way.
         self._num_slots = [table.placed.num_slots for table in self._tables]
         self._params = [nn.Parameter(self._slot_arrays(t).weights) for t in range(len(self._tables))]
         for t in range(len(self._tables)):
@@ -116,6 +117,9 @@ class PooledLookup(nn.Module):
         self._fits_so_far = [t for t, s in enumerate(self._tables) if s.placed.placement is Placement.DEVICE]
         # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._num_growths = [0] * len(self._tables)
+        self._broken = ""
+        """Why rows are partly stepped; nothing may be looked up then."""
         self._host_budget_bytes = host_budget_bytes
         self._unchecked_bytes = 0
         self._largest_row_bytes = max(t.layout.store_bytes + t.layout.index_bytes for t in self._tables)
@@ -148,22 +152,18 @@ class PooledLookup(nn.Module):
         Returns:
             The mapped batch, or the refusal as an error that nobody raised yet; nothing changed then.
         """
+        self._require_whole()
         feature_offsets = _feature_offsets(keys)
         if not is_training:
-            return MappedBatch(transaction=None, keys=keys, feature_offsets=feature_offsets)
+            return MappedBatch(transaction=None, lease=None, keys=keys, feature_offsets=feature_offsets)
         slots_N = torch.empty_like(keys.values())
         while True:
             planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
             if isinstance(planned, BatchTransaction):
-                return MappedBatch(transaction=planned, keys=keys, feature_offsets=feature_offsets)
+                lease = Lease(planned)
+                return MappedBatch(transaction=planned, lease=lease, keys=keys, feature_offsets=feature_offsets)
             table = self._tables[planned.table] if planned.table >= 0 else None
-            if (
-                planned.status == PlanStatus.NO_SLOTS
-                and table is not None
-                and table.placed.placement is Placement.HOST
-                and planned.pinned == 0
-            ):
-                self._grow_slots(planned.table, planned.needed)
+            if planned.status == PlanStatus.NO_SLOTS and self._grow_slots(planned.table, planned.needed):
                 continue
             slots = self._num_slots[planned.table] if table is not None else 0
             return refusal_error(planned, table, rank=self._rank, world_size=self._world_size, slots=slots)
@@ -179,9 +179,14 @@ class PooledLookup(nn.Module):
         """One value a table, this rank's."""
         self.log.settle()
         return tuple(
-            TableStats(table=table.name, rank=self._rank, slots=self._num_slots[t], **self._group.counters(t)._asdict())
+            TableStats(table=table.name, rank=self._rank, slots=self._num_slots[t], **self._counters(t))
             for t, table in enumerate(self._tables)
         )
+
+    def _counters(self, table: int) -> dict[str, int]:
+        counters = self._group.counters(table)._asdict()
+        counters["rejected"] -= self._num_growths[table]  # plans that were taken once there were more slots
+        return counters
 
     # ---- compute -------------------------------------------------------------------------------------------------
 
@@ -199,8 +204,12 @@ class PooledLookup(nn.Module):
         """Step every row of a batch once, then commit."""
         assert batch.transaction is not None
         step = self.log.committed + 1
-        for kernel, kept, part in zip(self._kernels, saved, grad.split(self._kernel_dims, 1), strict=True):
-            kernel.backward(kept, part, step=step)
+        try:
+            for kernel, kept, part in zip(self._kernels, saved, grad.split(self._kernel_dims, 1), strict=True):
+                kernel.backward(kept, part, step=step)
+        except Exception as e:
+            self._broken = f"the update of batch {batch.transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
+            raise
         batch.transaction.commit()
         plan = batch.transaction.plan
         if plan.num_write_backs and self._fits_so_far:
@@ -274,25 +283,34 @@ class PooledLookup(nn.Module):
         arrays = self._slot_arrays(table)
         self._params[table].data = arrays.weights
         if self._backend.is_host_memory:
-            n = self._num_slots[table]
-            self._group.bind_slots(
-                table, arrays.weights[:n], [a[:n] for a in arrays.row_states], [a[:n] for a in arrays.row_wise_states]
-            )
+            self._group.bind_slots(table, *arrays)
 
-    def _grow_slots(self, table: int, needed: int) -> None:
-        """More slots for a table that keeps only batches in flight there. No batch is in flight in it."""
-        self.log.settle()
+    def _grow_slots(self, table: int, needed: int) -> bool:
+        """More slots for a table that keeps only batches in flight there; whether it got them.
+
+        It does not while a batch is in flight in any table of its kernel, whose slots are about to move.
+        """
+        if self._tables[table].placed.placement is not Placement.HOST:
+            return False
         kernel, index = self._place_of_table[table]
         sizes = [t.num_slots for t in self._kernels[kernel].spec.tables]
+        if any(self._group.counters(t).pins for t in self.kernel_tables(kernel)):
+            return False
         sizes[index] = max(needed, sizes[index] + sizes[index] // 2)
         logger.info("table %r: slots for batches in flight grow to %s", self._tables[table].name, f"{sizes[index]:,}")
-        self._kernels[kernel].resize(sizes)
         try:
             self._group.resize_slots(table, sizes[index])
-            self._num_slots[table] = sizes[index]
-        finally:  # the kernel's slots have moved, whatever the group said
-            for t in self.kernel_tables(kernel):
-                self._publish_slots(t)
+        except StateError as e:  # the host budget
+            raise CapacityError(
+                f"table {self._tables[table].name!r} (rank {self._rank} of {self._world_size}): {e} Raise "
+                "host_memory_bytes, or make the batch smaller."
+            ) from e
+        self._kernels[kernel].resize(sizes)
+        self._num_slots[table] = sizes[index]
+        self._num_growths[table] += 1
+        for t in self.kernel_tables(kernel):
+            self._publish_slots(t)
+        return True
 
     def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
         sizes = [[counts[t] for t in self.kernel_tables(k)] for k in range(len(self._kernels))]
@@ -305,6 +323,13 @@ class PooledLookup(nn.Module):
             if any(n > h for n, h in zip(wanted, have, strict=True)):
                 reader.resize([max(h, n + n // 2) if n > h else h for n, h in zip(wanted, have, strict=True)])
         return self._readers
+
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise StateError(
+                f"rank {self._rank} of {self._world_size}: {self._broken}. Some rows were stepped and some were not, "
+                "so this collection cannot be used any more. Start again from the last checkpoint."
+            )
 
     def _warn_beyond_plan(self) -> None:
         for t in [t for t in self._fits_so_far if self._group.counters(t).write_backs]:
@@ -346,8 +371,7 @@ class _PooledLookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, lookup: PooledLookup, batch: MappedBatch) -> Tensor:
         assert batch.transaction is not None
         batch.transaction.start()
-        ctx.lease = Lease(batch.transaction)
-        ctx.lookup, ctx.batch = lookup, batch
+        ctx.lookup, ctx.batch = lookup, batch  # the batch brings its lease along
         pooled, ctx.saved = lookup.compute(batch)
         return pooled
 
@@ -355,6 +379,7 @@ class _PooledLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.batch.transaction.require_computing()
+        ctx.lookup._require_whole()
         saved, ctx.saved = ctx.saved, None
         ctx.lookup.update(ctx.batch, saved, grad)
         return None, None, None

@@ -30,7 +30,7 @@ from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.output_dist import RankOrderPooledDist
 from hybridrec.distributed.verdict import agree
-from hybridrec.errors import StateError
+from hybridrec.errors import IdError, StateError
 from hybridrec.metrics import TableStats
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 from hybridrec.modules.input_check import check_features
@@ -106,6 +106,7 @@ class ShardedHashEmbeddingBagCollection(
         """DIST. A batch that this rank cannot use is replaced by an empty one, so that nobody waits in vain."""
         try:
             check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
+            self._check_weights_need_no_grad(features)
             with torch.no_grad():
                 features = self._feature_order.apply(features)
         except Exception as e:  # travels to the other ranks, then every rank raises it
@@ -129,24 +130,36 @@ class ShardedHashEmbeddingBagCollection(
             return
         mapped: MappedBatch | None = None
         error = ctx.error
+        is_training = self._trains()
         if error is None:
             try:
-                result = self._lookups[0].map(dist_input[0], is_training=self.training and torch.is_grad_enabled())
+                result = self._lookups[0].map(dist_input[0], is_training=is_training)
                 if isinstance(result, MappedBatch):
                     mapped = result
                 else:
                     error = result
             except Exception as e:  # travels to the other ranks, then is raised below
                 error = e
-        agreed = agree(error, self._host_group)
+        agreed = agree(error, self._host_group, is_training=is_training)
         if agreed is not None:
             if mapped is not None and mapped.transaction is not None:
                 mapped.transaction.undo()
-            raise agreed
+            raise agreed from (None if agreed is error else error)
         assert mapped is not None
         if mapped.transaction is not None:
             mapped.transaction.swap()
         ctx.mapped = mapped
+
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _check_weights_need_no_grad(self, features: KeyedJaggedTensor) -> None:
+        weights = features.weights_or_none()
+        if self._is_weighted and weights is not None and weights.requires_grad and self._trains():
+            raise IdError(
+                f"{type(self).__name__}: the KJT's weights require grad, which cannot travel back to the rank that "
+                "they came from. Pass weights.detach(), or train weights in an unsharded collection."
+            )
 
     def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
         """MAP and SWAP unless they happened, then COMPUTE: partial pools of all ranks' bags."""
@@ -195,6 +208,9 @@ class ShardedHashEmbeddingBagCollection(
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Refused, like `state_dict`."""
+        raise self._no_state_dict("load_state_dict()")
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise self._no_state_dict("load_state_dict()")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

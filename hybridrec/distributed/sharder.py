@@ -16,10 +16,11 @@ from hybridrec._compat.torchrec import BaseEmbeddingSharder
 from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.config import TableConfig
 from hybridrec.distributed.host_env import check_host_env
-from hybridrec.distributed.host_memory import host_budget_bytes
+from hybridrec.distributed.host_memory import host_budget_bytes, local_world_size
 from hybridrec.distributed.lookup import PooledLookup, ShardTable
 from hybridrec.distributed.placement import Placement, place, tier_bytes
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.distributed.verdict import agree
 from hybridrec.errors import BackendError, ConfigError
 from hybridrec.kernels.factory import group_tables
 from hybridrec.kernels.optimizer import OptimizerSpec
@@ -48,7 +49,8 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             fused_params: TorchRec's, for tables without `apply_optimizer_in_backward`: ``optimizer`` (an
                 ``EmbOptimType``), ``learning_rate``, ``eps`` ..
             qcomm_codecs_registry: Must be empty: quantised pools are not exact.
-            host_memory_bytes: Host memory that the shards of one rank may take; None: 80 % of what is available.
+            host_memory_bytes: Host memory that one collection's shards on one rank may take; None: 80 % of what is
+                available.
 
         Raises:
             ConfigError: An argument cannot be honoured.
@@ -96,10 +98,32 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
     ) -> ShardedHashEmbeddingBagCollection:
         """Build this rank's shards. No row exists yet and, on the host, no memory for any is taken.
 
+        Collective over the host group: what one rank refuses, all refuse.
+
         Raises:
             ConfigError: The plan lacks a table or asks for what does not exist; a table has no optimizer; the groups
                 do not match.
+            BackendError: The slots do not fit the device.
         """
+        sharded, error = None, None
+        try:
+            sharded = self._shard(module, params, env, device, module_fqn)
+        except Exception as e:  # travels to the other ranks
+            error = e
+        agreed = agree(error, self._host_group)
+        if agreed is not None:
+            raise agreed from (None if agreed is error else error)
+        assert sharded is not None
+        return sharded
+
+    def _shard(
+        self,
+        module: HashEmbeddingBagCollection,
+        params: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None,
+        module_fqn: str | None,
+    ) -> ShardedHashEmbeddingBagCollection:
         device = parse_device(device) or module.target_device
         if env.process_group is None:
             raise ConfigError(f"{module_fqn or type(module).__name__}: env has no process group to send pools over.")
@@ -166,6 +190,13 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             )
         layout = RowStateLayout(table.embedding_dim, optimizer.row_states())
         cache = planned.cache_params
+        if planned.compute_kernel == Placement.DEVICE.value and table.device_rows is not None:
+            logger.warning(
+                "table %r: device_rows=%s has no effect, since the plan's kernel is 'fused': all planned rows are on "
+                "the device. Choose 'fused_uvm_caching' in ParameterConstraints(compute_kernels=[...]) to bound them.",
+                table.name,
+                f"{table.device_rows:,}",
+            )
         placed = place(table, planned.compute_kernel, None if cache is None else cache.load_factor, world_size)
         spec = ShardSpec(
             name=table.name,
@@ -206,12 +237,15 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
 
     def _check_device_memory(self, tables: list[ShardTable], device: torch.device) -> None:
         needed = sum(t.placed.num_slots * t.layout.slot_bytes for t in tables)
-        _, total = resolve_backend(device.type).memory_bytes(device)
+        backend = resolve_backend(device.type)
+        _, total = backend.memory_bytes(device)
+        if backend.is_host_memory:
+            total //= local_world_size()  # ranks of a machine share it
         if needed > total:
             largest = max(tables, key=lambda t: t.placed.num_slots * t.layout.slot_bytes)
             raise BackendError(
-                f"the slots of {len(tables)} tables take {needed:,} bytes on {device}, which has {total:,}. The "
-                f"largest is {largest.name!r}: {largest.placed.num_slots:,} slots, kernel "
+                f"the slots of {len(tables)} tables take {needed:,} bytes on {device}, which has {total:,} for a rank. "
+                f"The largest is {largest.name!r}: {largest.placed.num_slots:,} slots, kernel "
                 f"{largest.placed.placement.value!r}. "
                 "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
             )

@@ -8,19 +8,30 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hybridrec.errors import CapacityError, ConfigError, HybridRecError, IdError, StateError
+from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
 
 MESSAGE_BYTES = 1024
 # The position is what travels. Anything else (an exception that is not ours) travels as the base class.
-_CLASSES: tuple[type[HybridRecError], ...] = (HybridRecError, CapacityError, ConfigError, IdError, StateError)
+_CLASSES: tuple[type[HybridRecError], ...] = (
+    HybridRecError,
+    BackendError,
+    CapacityError,
+    ConfigError,
+    IdError,
+    StateError,
+)
+_HEADER_BYTES = 5  # refused, class, training, two of the length
 
 
-def agree(error: Exception | None, host_group: dist.ProcessGroup | None) -> HybridRecError | Exception | None:
+def agree(
+    error: Exception | None, host_group: dist.ProcessGroup | None, *, is_training: bool = True
+) -> Exception | None:
     """Exchange verdicts; collective over the host group.
 
     Args:
         error: What this rank has against the batch, or None.
         host_group: gloo group of all ranks; None for a single rank.
+        is_training: Whether this rank's batch trains; ranks that differ would wait for each other in the backward.
 
     Returns:
         The error to raise, the same text and class on every rank: that of the lowest rank that refused. None if
@@ -29,23 +40,34 @@ def agree(error: Exception | None, host_group: dist.ProcessGroup | None) -> Hybr
     if host_group is None or host_group.size() == 1:
         return error
     mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    mine[2] = int(is_training)
     if error is not None:
         code = _CLASSES.index(type(error)) if type(error) in _CLASSES else 0
         text = str(error) if isinstance(error, HybridRecError) else f"{type(error).__name__}: {error}"
-        payload = text.encode()[: MESSAGE_BYTES - 4]
-        header = bytes([1, code, *len(payload).to_bytes(2, "little")])
+        payload = text.encode()
+        if len(payload) > MESSAGE_BYTES - _HEADER_BYTES:
+            payload = payload[: MESSAGE_BYTES - _HEADER_BYTES - 4] + b" ..."
+        header = bytes([1, code, is_training, *len(payload).to_bytes(2, "little")])
         mine[: len(header) + len(payload)] = torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
     everyone = torch.empty(host_group.size() * MESSAGE_BYTES, dtype=torch.uint8)
     dist.all_gather_into_tensor(everyone, mine, group=host_group)
     everyone = everyone.view(host_group.size(), MESSAGE_BYTES)
     refusing = everyone[:, 0].nonzero().flatten().tolist()
     if not refusing:
-        return None
+        training = everyone[:, 2].tolist()
+        if len(set(training)) == 1:
+            return None
+        modes = ", ".join(f"rank {r} {'trains' if t else 'reads'}" for r, t in enumerate(training))
+        return StateError(
+            f"the ranks do not agree on what this forward is: {modes}. Call train() or eval(), and torch.no_grad(), on "
+            "all ranks alike. The batch was undone."
+        )
     if error is not None and not isinstance(error, HybridRecError):
         return error
     first = refusing[0]
     message = bytes(everyone[first].tolist())
-    text = message[4 : 4 + int.from_bytes(message[2:4], "little")].decode(errors="replace")
+    length = int.from_bytes(message[3:_HEADER_BYTES], "little")
+    text = message[_HEADER_BYTES : _HEADER_BYTES + length].decode(errors="replace")
     return _CLASSES[message[1]](
         f"{text} (refused by rank {first}; the batch was undone on all {host_group.size()} ranks)"
     )
