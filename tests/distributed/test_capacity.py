@@ -190,3 +190,29 @@ def test_budget_warns_once_before_it_refuses(pool_1: RankPool) -> None:
     (lines,) = pool_1.run(warnings_near_budget)
     assert len(lines) == 1 and "of the budget of 20,000,000" in lines[0]
     assert logging.getLogger("hybridrec") is lookup.logger
+
+
+def abandoned_eviction() -> dict[str, object]:
+    """A forward evicts a trained row, a later one does not need its room, and the first is dropped."""
+    dmp = shard(max_rows=20, full_policy="evict")
+    for step in range(14):
+        dmp(bag_of(list(range(20)) if step == 0 else list(range(1, 20)))).backward()
+    (before,) = state_of(dmp)
+    first = dmp(bag_of([500]))  # 0, unused for 13 batches, makes room
+    (during,) = state_of(dmp)
+    second = dmp(bag_of([5]))
+    del first
+    second.backward()
+    (stats,) = dmp.module.ebc.stats()
+    (after,) = state_of(dmp)
+    return {
+        "evicted": 0 in before and 0 not in during,
+        "came back": 0 in after and np.array_equal(before[0], after[0]) and 500 not in after,
+        "rows": stats.rows,
+        "counted": stats.evicted,
+    }
+
+
+def test_row_evicted_by_an_abandoned_batch_comes_back(pool_1: RankPool) -> None:
+    (result,) = pool_1.run(abandoned_eviction)
+    assert result == {"evicted": True, "came back": True, "rows": 20, "counted": 0}

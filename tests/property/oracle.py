@@ -208,6 +208,10 @@ class TableModel:
         later = [b for b in self.open if b.ordinal > ordinal]
         if later:
             later[0].evicted[:0] = batch.evicted
+            live, _ = self.replay()
+            room = self.spec.max_rows - len(live)
+            for dropped in [d for d in reversed(batch.evicted) if d[0] not in live][: max(0, room)]:
+                later[0].evicted.remove(dropped)
         for move in [] if is_moved else reversed(batch.moves):
             del self.slots[move.slot]
             if move.victim is None or is_scattered or move.victim in self.free_rows:

@@ -309,9 +309,17 @@ class TableShard:
             for row in journal.evicted:
                 self.ids.restore(row)
         else:
+            # As if the batch had never been: the rows that it dropped come back, the last one first, as far as later
+            # batches left them room and did not make a new row of the same key.
+            passed = []
+            for row in reversed(journal.evicted):
+                if len(self.ids) < self.spec.max_rows and self.ids.find(self.ids.key_of_row[row]) is None:
+                    self.ids.restore(row)
+                else:
+                    passed.append(row)
             heir_journal, is_committed = later[0]
-            heir_journal.evicted[:0] = journal.evicted
-            self.counters.evicted += len(journal.evicted) * is_committed
+            heir_journal.evicted[:0] = reversed(passed)
+            self.counters.evicted += len(passed) * is_committed
 
     def undo_moves(self, journal: TableJournal, *, is_scattered: bool) -> None:
         """Take rows that never came out of their slots again; victims that did not leave get theirs back.

@@ -2,6 +2,12 @@
 
 namespace hybridrec {
 
+namespace {
+
+constexpr size_t kAhead = 16;  // slots whose states are being fetched
+
+}  // namespace
+
 bool SlotIndex::grow(uint32_t num_slots) {
   // Exact sizes, not reserve()'s: slots are counted once and cost what was promised.
   const uint64_t bytes = uint64_t{num_slots} * (sizeof(SlotState) + sizeof(uint32_t) + 2 * sizeof(SlotUse));
@@ -22,9 +28,47 @@ bool SlotIndex::grow(uint32_t num_slots) {
   return true;
 }
 
+// The loops over a batch's slots keep their totals in registers: members would be stored and reloaded at every slot.
+void SlotIndex::use_all(const uint32_t* slots, uint32_t n, uint32_t ordinal, bool do_pin, uint32_t* old_uses) {
+  SlotState* states = states_.data();
+  SlotUse* uses = uses_.data() + end_;
+  const uint32_t pin = do_pin ? 1 : 0;
+  uint64_t newly_pinned = 0;
+  for (uint32_t u = 0; u < n; ++u) {
+    prefetch_for_write(&states[slots[std::min<size_t>(u + kAhead, n - 1)]]);
+    const uint32_t slot = slots[u];
+    SlotState state = states[slot];
+    old_uses[u] = state.last_use;
+    newly_pinned += state.pins == 0;
+    state.last_use = ordinal;
+    state.pins += pin;
+    states[slot] = state;
+    uses[u] = {slot, ordinal, u};
+  }
+  end_ += n;
+  if (do_pin) {
+    num_pinned_ += newly_pinned;
+    num_pins_ += n;
+  }
+}
+
+void SlotIndex::commit_all(const uint32_t* slots, uint32_t n) {
+  SlotState* states = states_.data();
+  uint64_t unpinned = 0;
+  for (uint32_t u = 0; u < n; ++u) {
+    prefetch_for_write(&states[slots[std::min<size_t>(u + kAhead, n - 1)]]);
+    SlotState state = states[slots[u]];
+    state.dirty = 1;
+    state.pins -= 1;
+    unpinned += state.pins == 0;
+    states[slots[u]] = state;
+  }
+  num_pinned_ -= unpinned;
+  num_pins_ -= n;
+}
+
 void SlotIndex::compact() {
   size_t to = 0;
-  constexpr size_t kAhead = 16;
   for (size_t i = begin_; i < end_; ++i) {
     if (i + kAhead < end_) prefetch(&states_[uses_[i + kAhead].slot]);
     const SlotUse use = uses_[i];
@@ -38,7 +82,6 @@ void SlotIndex::compact() {
 bool SlotIndex::choose_victims(uint64_t n, std::vector<SlotUse>& victims) {
   // Former victims and freed slots left stale entries at the front: go past them for good.
   while (begin_ < end_ && !is_valid(uses_[begin_])) ++begin_;
-  constexpr size_t kAhead = 16;
   for (size_t i = begin_; n > 0 && i < end_; ++i) {
     if (i + kAhead < end_) prefetch(&states_[uses_[i + kAhead].slot]);
     const SlotUse use = uses_[i];

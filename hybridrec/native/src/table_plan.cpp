@@ -1,5 +1,8 @@
 // TableShard: MAP and its undoing.
 #include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstring>
 #include <new>
 #include <unordered_map>
 
@@ -64,6 +67,8 @@ IdEntry* TableShard::find_or_insert(int64_t key, Refusal& refusal) {
   return ids_.insert(key, row, kInserted);
 }
 
+static_assert(offsetof(IdEntry, score) == offsetof(IdEntry, row) + sizeof(uint32_t) && sizeof(Unique) == 8);
+
 bool TableShard::map_keys(const int64_t* keys, size_t begin, size_t end, uint32_t ordinal, TableJournal& journal,
                           int64_t* slots, Refusal& refusal) {
   Unique* uniques = journal.uniques.data();
@@ -81,10 +86,16 @@ bool TableShard::map_keys(const int64_t* keys, size_t begin, size_t end, uint32_
         return false;
       }
     }
-    uniques[u] = {entry->row, entry->score};
-    u += entry->score != ordinal;
-    entry->score = ordinal;
-    slots[i] = entry->row;
+    // One load and one store of eight bytes: a hot entry is loaded again while its store is still in the store buffer,
+    // and that is fast only if both are equally wide.
+    uint64_t row_and_score;
+    std::memcpy(&row_and_score, &entry->row, sizeof row_and_score);
+    const auto unique = std::bit_cast<Unique>(row_and_score);
+    const auto stamped = std::bit_cast<uint64_t>(Unique{unique.row, ordinal});
+    std::memcpy(&uniques[u], &row_and_score, sizeof row_and_score);
+    std::memcpy(&entry->row, &stamped, sizeof stamped);
+    u += unique.old_score != ordinal;
+    slots[i] = unique.row;
   }
   journal.num_uniques = u;
   return true;
@@ -211,25 +222,17 @@ bool TableShard::place_misses(TableJournal& journal, Refusal& refusal) {
 }
 
 void TableShard::stamp_slots(uint32_t ordinal, TableJournal& journal) {
-  const uint32_t num_uniques = journal.num_uniques;
-  const uint32_t* slots = journal.slots.data();
-  uint32_t* old_uses = old_uses_.data();
-  const bool are_pinned = !journal.misses.empty();
-  slots_.reserve_uses(num_uniques);
-  for (uint32_t u = 0; u < num_uniques; ++u) {
-    prefetch_for_write(&slots_.state(slots[std::min<size_t>(u + kSlotsAhead, num_uniques - 1)]));
-    const uint32_t slot = slots[u];
-    old_uses[u] = slots_.state(slot).last_use;
-    if (!are_pinned) slots_.pin(slot);
-    slots_.append_use(slot, ordinal, u);
-  }
+  const bool are_pinned = !journal.misses.empty();  // place_misses() did
+  slots_.reserve_uses(journal.num_uniques);
+  slots_.use_all(journal.slots.data(), journal.num_uniques, ordinal, !are_pinned, old_uses_.data());
 }
 
 void TableShard::write_slots(const KeyRanges& ranges, TableJournal& journal, int64_t* slots) {
   uint64_t misses = 0;
   for (const auto& [begin, end] : ranges) {
+    const uint32_t* slot_of_row = slot_of_row_.data();
     for (size_t i = begin; i < end; ++i) {
-      const uint32_t slot = slot_of_row_[static_cast<uint32_t>(slots[i])];
+      const uint32_t slot = slot_of_row[static_cast<uint32_t>(slots[i])];
       misses += slot >> 31;
       slots[i] = slot & ~kNewSlot;
     }
@@ -386,18 +389,26 @@ void TableShard::undo(TableJournal& journal, uint32_t ordinal, bool is_moved, bo
     restore_evicted(journal);
     return;
   }
+  // As if the batch had never been: the rows that it dropped come back, the last one first, as far as later batches left
+  // them room and did not make a new row of the same key.
+  std::vector<EvictedRow> passed;
+  for (size_t e = journal.evicted.size(); e-- > 0;) {
+    const EvictedRow& row = journal.evicted[e];
+    if (ids_.size() < spec_.max_rows && ids_.find(row.key) == nullptr) {
+      ids_.reserve_one(row.key, /*must=*/true);
+      ids_.insert(row.key, row.row, row.score);
+    } else {
+      passed.push_back(row);
+    }
+  }
   std::vector<EvictedRow>& heir = later[0].journal->evicted;
-  heir.insert(heir.begin(), journal.evicted.begin(), journal.evicted.end());
-  if (later[0].is_committed) counters_.evicted += journal.evicted.size();
+  heir.insert(heir.begin(), passed.rbegin(), passed.rend());
+  if (later[0].is_committed) counters_.evicted += passed.size();
 }
 
 void TableShard::commit(const TableJournal& journal) {
   const uint32_t num_uniques = journal.num_uniques;
-  for (uint32_t u = 0; u < num_uniques; ++u) {
-    prefetch_for_write(&slots_.state(journal.slots[std::min<size_t>(u + kSlotsAhead, num_uniques - 1)]));
-    slots_.state(journal.slots[u]).dirty = 1;
-    slots_.unpin(journal.slots[u]);
-  }
+  slots_.commit_all(journal.slots.data(), num_uniques);
   counters_.accesses += journal.accesses;
   counters_.access_hits += journal.access_hits;
   counters_.uniques += num_uniques;

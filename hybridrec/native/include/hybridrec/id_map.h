@@ -137,9 +137,15 @@ inline IdEntry* IdMap::match(IdLine* line, int64_t key) {
 #if defined(__SSE2__)
   // Branch-free: which of the four entries matches is random, a branch on it would be mispredicted.
   const __m128i wanted = _mm_set1_epi64x(key);
-  const __m128i* e = reinterpret_cast<const __m128i*>(line);
-  const __m128i keys01 = _mm_unpacklo_epi64(_mm_load_si128(e), _mm_load_si128(e + 1));
-  const __m128i keys23 = _mm_unpacklo_epi64(_mm_load_si128(e + 2), _mm_load_si128(e + 3));
+  // Keys only, never a whole entry: a hot entry's score was written a moment ago, and a load wider than a store that
+  // is still in the store buffer waits for it.
+  const auto load_keys = [line](int i, int j) {
+    const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(&line->entry[i].key));
+    const auto* high = reinterpret_cast<const __m64*>(&line->entry[j].key);
+    return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(low), high));
+  };
+  const __m128i keys01 = load_keys(0, 1);
+  const __m128i keys23 = load_keys(2, 3);
   const __m128 equal01 = _mm_castsi128_ps(_mm_cmpeq_epi32(keys01, wanted));
   const __m128 equal23 = _mm_castsi128_ps(_mm_cmpeq_epi32(keys23, wanted));
   const __m128 low = _mm_shuffle_ps(equal01, equal23, _MM_SHUFFLE(2, 0, 2, 0));

@@ -83,6 +83,12 @@ class SlotIndex {
     --num_pins_;
   }
 
+  // Pins each of n slots (distinct) if `do_pin`, stamps it and appends its use; its former last use goes to `old_uses`.
+  // Room for the uses must be there: reserve_uses().
+  void use_all(const uint32_t* slots, uint32_t n, uint32_t ordinal, bool do_pin, uint32_t* old_uses);
+  // Marks n distinct slots dirty and takes one pin from each.
+  void commit_all(const uint32_t* slots, uint32_t n);
+
   // Makes room for n uses; the entries of slots in use survive.
   void reserve_uses(uint32_t n) {
     if (end_ + n > uses_.capacity()) compact();
