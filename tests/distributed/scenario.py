@@ -215,7 +215,7 @@ def run_against_oracle(scenario: Scenario) -> dict[str, object]:
         rank=rank,
         world_size=world_size,
     )
-    losses = []
+    losses, steps_without_victims, victims = [], [], 0
     for step, everyone in enumerate(batches):
         mine = everyone[rank]
         optimizer.zero_grad()
@@ -229,10 +229,15 @@ def run_against_oracle(scenario: Scenario) -> dict[str, object]:
         )
         difference = difference or compare_state(scenario, oracle, state_of(dmp))
         raise_together(difference, step)
+        so_far = sum(s.victims for s in dmp.module.ebc.stats())
+        # Caches are full after a while; at a single rank an empty batch asks for nothing.
+        if step >= scenario.steps // 4 and so_far == victims and any(b.num_bags for b in everyone):
+            steps_without_victims.append(step)
+        victims = so_far
     stats = dmp.module.ebc.stats()
     if any(s.pins for s in stats):
         raise AssertionError(f"pins after the last step: {stats}")
-    return {"stats": stats, "losses": losses}
+    return {"stats": stats, "losses": losses, "steps without victims": steps_without_victims}
 
 
 def raise_together(difference: str, step: int) -> None:

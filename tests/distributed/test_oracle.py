@@ -29,6 +29,7 @@ def check(pool: RankPool, scenario: Scenario) -> None:
             else:  # rows really move: at least one victim a step once the cache is full
                 assert s.resident <= s.slots < s.rows
                 assert s.victims > scenario.steps / 2 and s.loads > 0
+                assert not result["steps without victims"], result["steps without victims"]
                 assert 0 < s.write_backs <= s.victims
     if len(results) > 1:
         assert results[0]["losses"] != results[1]["losses"]  # different data on every rank
@@ -69,7 +70,7 @@ def test_more_ranks_minimum_cache(pools: dict[int, RankPool], world_size: int) -
 
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
 def test_other_placements(pool_2: RankPool, kernel: str) -> None:
-    """`fused`: all rows in slots. `fused_uvm`: slots that start with one row and grow with the batches."""
+    """`fused`: all rows in slots. `fused_uvm`: with as many slots, and rows that need no slot stay all the same."""
     scenario = Scenario(kernel=kernel, cache="all", steps=60, tables=TABLES)
     for result in pool_2.run(run_against_oracle, scenario):
         for s in result["stats"]:
