@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -128,9 +128,27 @@ class LookupKernel(abc.ABC):
     def learning_rate(self, value: float) -> None: ...
 
     @abc.abstractmethod
+    def _allocate(self) -> None:
+        """Make the memory that `slot_arrays` tells of, as ``spec`` says; what was there before is let go."""
+
     def resize(self, num_slots: Sequence[int]) -> None:
         """Grow the slots of each table (never shrink); contents and learning rate stay. No forward may be pending."""
+        old = [self.slot_arrays(t) for t in range(len(self.spec.tables))]
+        self.spec = self._with_slots(num_slots)
+        self._allocate()
+        for t, before in enumerate(old):
+            after = self.slot_arrays(t)
+            n = before.weights.shape[0]
+            after.weights[:n] = before.weights
+            for new, state in zip(
+                after.row_states + after.row_wise_states, before.row_states + before.row_wise_states, strict=True
+            ):
+                new[:n] = state
 
-    @abc.abstractmethod
-    def reader(self, num_slots: Sequence[int]) -> LookupKernel:
+    def reader(self, num_slots: Sequence[int]) -> Self:
         """A kernel for lookups only, with the same forward arithmetic and its own slots (no optimizer state)."""
+        return type(self)(replace(self._with_slots(num_slots), optimizer=OptimizerSpec(kind="none")))
+
+    def _with_slots(self, num_slots: Sequence[int]) -> KernelSpec:
+        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
+        return replace(self.spec, tables=tables)

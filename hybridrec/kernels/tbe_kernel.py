@@ -6,9 +6,6 @@ call. The graph that leads there stays inside: ``forward`` returns a detached ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -24,9 +21,7 @@ from hybridrec._compat.fbgemm import (
 from hybridrec.backend import HOST
 from hybridrec.errors import ConfigError
 from hybridrec.kernels.base import KernelSpec, LookupKernel, PendingUpdate, SlotArrays
-from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.slot_memory import zeros
-from hybridrec.kernels.torch_kernel import copy_slots
 
 _OPTIMIZERS = {
     "none": EmbOptimType.EXACT_SGD,  # has no state; the forward is the same for all
@@ -103,20 +98,6 @@ class TbeKernel(LookupKernel):
             return
         assert isinstance(saved, PendingUpdate)
         torch.autograd.backward(saved.take(), grad.contiguous())
-
-    def resize(self, num_slots: Sequence[int]) -> None:
-        """See `LookupKernel.resize`."""
-        old = self._slot_arrays
-        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
-        self.spec = replace(self.spec, tables=tables)
-        self._allocate()
-        for before, after in zip(old, self._slot_arrays, strict=True):
-            copy_slots(before, after)
-
-    def reader(self, num_slots: Sequence[int]) -> TbeKernel:
-        """See `LookupKernel.reader`."""
-        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
-        return TbeKernel(replace(self.spec, tables=tables, optimizer=OptimizerSpec(kind="none")))
 
 
 def _check(spec: KernelSpec) -> None:

@@ -10,8 +10,6 @@ A kernel whose tables have different dims runs once for every dim; `hybridrec.ke
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from hybridrec.backend import HOST
 from hybridrec.kernels.base import KernelSpec, LookupKernel, PendingUpdate, SlotArrays
-from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.optimizer_rules import updated_rows
 from hybridrec.kernels.row_gradients import group_by_row, sum_bags
 from hybridrec.kernels.slot_memory import zeros
@@ -149,20 +146,6 @@ class TorchKernel(LookupKernel):
             if occurrences.rows.shape[0] > 0:
                 self._update(buffer, occurrences, self._bag_grads(buffer, grad), lookup, step)
 
-    def resize(self, num_slots: Sequence[int]) -> None:
-        """See `LookupKernel.resize`."""
-        old = self._slot_arrays
-        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
-        self.spec = replace(self.spec, tables=tables)
-        self._allocate()
-        for before, after in zip(old, self._slot_arrays, strict=True):
-            copy_slots(before, after)
-
-    def reader(self, num_slots: Sequence[int]) -> TorchKernel:
-        """See `LookupKernel.reader`."""
-        tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
-        return TorchKernel(replace(self.spec, tables=tables, optimizer=OptimizerSpec(kind="none")))
-
     # ---- steps of forward and backward ---------------------------------------------------------------------------
 
     def _split(
@@ -232,13 +215,3 @@ class TorchKernel(LookupKernel):
         buffer.weights.index_copy_(0, rows_U, weights)
         for state, values in zip(buffer.states, states, strict=True):
             state.index_copy_(0, rows_U, values)
-
-
-def copy_slots(before: SlotArrays, after: SlotArrays) -> None:
-    """Copy a table's slots to larger memory."""
-    num_slots = before.weights.shape[0]
-    after.weights[:num_slots] = before.weights
-    for old, new in zip(
-        before.row_states + before.row_wise_states, after.row_states + after.row_wise_states, strict=True
-    ):
-        new[:num_slots] = old
