@@ -32,6 +32,8 @@ from hybridrec.types import SlotArrays
 
 logger = logging.getLogger("hybridrec")
 
+MAX_CORE_THREADS = 8
+"""Threads of the native core: as many as torch has, but no more. They change no result."""
 WARN_SHARE = 0.8
 """Of the host budget: what is taken beyond it is said once."""
 
@@ -102,7 +104,11 @@ class PooledLookup(nn.Module):
         self._kernel_dims = [kernel.spec.total_dim for kernel in self._kernels]
         owners = [t for t, table in enumerate(self._tables) for _ in range(table.num_features)]
         self._feature_table = torch.tensor(owners, dtype=torch.int64)
-        self._group = ShardGroup([table.spec for table in self._tables], host_budget_bytes=host_budget_bytes)
+        self._group = ShardGroup(
+            [table.spec for table in self._tables],
+            host_budget_bytes=host_budget_bytes,
+            num_threads=min(torch.get_num_threads(), MAX_CORE_THREADS),
+        )
         self._num_slots = [table.placed.num_slots for table in self._tables]
         self._params = [nn.Parameter(self._slot_arrays(t).weights) for t in range(len(self._tables))]
         for t in range(len(self._tables)):
