@@ -44,7 +44,7 @@ class HashFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
 
     def _hand_on_learning_rate(self) -> None:
         (group,) = self.param_groups
-        learning_rate = float(group["lr"])
+        learning_rate = float("nan") if group["lr"] is None else float(group["lr"])
         if not 0.0 <= learning_rate < math.inf:
             raise ConfigError(
                 f"fused optimizer: lr={learning_rate!r} in param_groups. It must be finite and at least 0."

@@ -177,7 +177,9 @@ class PooledLookup(nn.Module):
     def forward(self, batch: MappedBatch) -> Tensor:
         """COMPUTE: float32 [bags of all ranks, columns of all kernels], on the device."""
         if batch.transaction is None:
-            return self._read(batch)
+            # Readers stay for batches to come, and FBGEMM's operator is known to autograd alone: no inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._read(batch)
         pooled: Tensor = _PooledLookup.apply(self._anchor, self, batch)
         return pooled
 

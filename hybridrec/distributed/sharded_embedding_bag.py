@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.output_dist import RankOrderPooledDist
 from hybridrec.distributed.verdict import agree
-from hybridrec.errors import IdError, StateError
+from hybridrec.errors import ConfigError, IdError, StateError
 from hybridrec.metrics import TableStats
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 from hybridrec.modules.input_check import check_features
@@ -59,7 +59,8 @@ class ShardedHashEmbeddingBagCollection(
     """Row-wise sharded hashed tables: ids travel over the host group, pools over the device group.
 
     In training mode with grad enabled a forward trains (docs/design/transaction.md); else it reads and leaves no
-    trace. A batch that any rank refuses is undone on all, and all raise the same error.
+    trace. A batch that any rank refuses is undone on all, and all raise the same error. One caller at a time: forwards
+    from several threads are not ordered between ranks.
     """
 
     def __init__(
@@ -133,6 +134,8 @@ class ShardedHashEmbeddingBagCollection(
         is_training = self._trains()
         if error is None:
             try:
+                if is_training:
+                    self._check_not_frozen()
                 result = self._lookups[0].map(dist_input[0], is_training=is_training)
                 if isinstance(result, MappedBatch):
                     mapped = result
@@ -152,6 +155,14 @@ class ShardedHashEmbeddingBagCollection(
 
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
+
+    def _check_not_frozen(self) -> None:
+        for name, parameter in self.embedding_bags.named_parameters():
+            if not parameter.requires_grad:
+                raise StateError(
+                    f"table {name.partition('.')[0]!r}: requires_grad is False. A hashed table cannot be frozen in "
+                    "this version; call eval() on the collection, whose forward then only reads, or set it to True."
+                )
 
     def _check_weights_need_no_grad(self, features: KeyedJaggedTensor) -> None:
         weights = features.weights_or_none()
@@ -198,6 +209,24 @@ class ShardedHashEmbeddingBagCollection(
         for name, _ in self.named_parameters(prefix):
             yield name
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedHashEmbeddingBagCollection:
+        """Refuse what would move or convert the slots: `half()`, `to(other device)`, `share_memory()`.
+
+        Raises:
+            ConfigError: ``fn`` does not leave a tensor as it is. Nothing changed.
+        """
+        for parameter in self.parameters():
+            probe = torch.zeros_like(parameter[:1].detach())
+            address = probe.data_ptr()
+            moved = fn(probe)
+            if moved.data_ptr() != address or moved.dtype != probe.dtype or moved.device != probe.device:
+                raise ConfigError(
+                    f"{type(self).__name__}: the rows of hashed tables cannot be moved or converted once they are "
+                    f"sharded (they would go from {probe.dtype} on {probe.device} to {moved.dtype} on {moved.device}). "
+                    "Convert the dense part of the model, and choose device and dtype before sharding."
+                )
+        return self
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Refused: the rows of hashed tables do not fit a state_dict of fixed shapes.
 
@@ -217,16 +246,11 @@ class ShardedHashEmbeddingBagCollection(
         raise self._no_state_dict("state_dict()")
 
     def _no_state_dict(self, call: str) -> StateError:
-        names = ", ".join(repr(c.name) for c in self._table_configs)
-        return StateError(
-            f"{call}: the rows of the hashed tables {names} cannot be saved or loaded this way in this version; "
-            "without them a checkpoint would be silently incomplete. For the dense part alone use "
-            "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
-        )
+        return _no_state_dict(call, ", ".join(repr(c.name) for c in self._table_configs))
 
     def _create_parameters(self, lookup: PooledLookup) -> None:
         """``embedding_bags.{table}.weight`` (views of the slots) and the fused optimizer over them."""
-        self.embedding_bags = nn.ModuleDict({config.name: nn.Module() for config in self._table_configs})
+        self.embedding_bags = nn.ModuleDict({c.name: _Slots(c.name) for c in self._table_configs})
         for name, parameter in zip(lookup.table_names, lookup.slot_parameters, strict=True):
             # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
@@ -237,6 +261,28 @@ class ShardedHashEmbeddingBagCollection(
             params = {f"embedding_bags.{lookup.table_names[t]}.weight": lookup.slot_parameters[t] for t in tables}
             optimizers.append(("", HashFusedOptimizer(kernel, params)))
         self._optimizer = CombinedOptimizer(optimizers)
+
+
+class _Slots(nn.Module):
+    """Holds the parameter that is one table's slots; by itself it is no checkpoint."""
+
+    def __init__(self, table: str) -> None:
+        super().__init__()
+        self._table = table
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise _no_state_dict("state_dict()", repr(self._table))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise _no_state_dict("load_state_dict()", repr(self._table))
+
+
+def _no_state_dict(call: str, tables: str) -> StateError:
+    return StateError(
+        f"{call}: the rows of the hashed tables {tables} cannot be saved or loaded this way in this version; without "
+        "them a checkpoint would be silently incomplete. For the dense part alone use "
+        "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
+    )
 
 
 class _OutputColumns:

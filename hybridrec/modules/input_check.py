@@ -73,6 +73,8 @@ def _check_ids(values: Tensor, where: str) -> None:
 def _check_lengths(features: KeyedJaggedTensor, where: str) -> None:
     lengths = features.lengths()
     num_keys, batch_size = len(features.keys()), features.stride()
+    if lengths.dim() != 1:
+        raise IdError(f"{where}: lengths have shape {list(lengths.shape)}. Pass a tensor of one dimension.")
     if lengths.numel() != num_keys * batch_size:
         raise IdError(
             f"{where}: {lengths.numel():,} lengths for {num_keys:,} features of {batch_size:,} bags. Pass one length "
@@ -84,13 +86,16 @@ def _check_lengths(features: KeyedJaggedTensor, where: str) -> None:
             f"{where}: offsets begin with {first:,}, so the ids before are in no bag. Pass offsets that begin with 0."
         )
     if lengths.numel() == 0:
-        shortest, total = 0, 0
+        shortest, longest, total = 0, 0, 0
     else:
         # One transfer, should lengths be on a device.
-        shortest, total = torch.stack((lengths.min().to(torch.int64), lengths.sum(dtype=torch.int64))).tolist()
+        bounds = torch.stack(lengths.aminmax()).to(torch.int64)
+        shortest, longest, total = torch.cat((bounds, lengths.sum(dtype=torch.int64).view(1))).tolist()
     if shortest < 0:
         raise IdError(f"{where}: a length is {shortest:,}. Lengths are counts of ids: pass numbers >= 0.")
     num_ids = features.values().numel()
+    if longest > num_ids:  # also where the sum of lengths would wrap round
+        raise IdError(f"{where}: a length is {longest:,} but there are {num_ids:,} ids in all. Pass counts of ids.")
     if total != num_ids:
         raise IdError(
             f"{where}: lengths add up to {total:,} but there are {num_ids:,} ids. Pass lengths (or offsets) that cover "

@@ -169,3 +169,87 @@ def weights_with_grad() -> str:
 def test_weights_that_need_grad_are_refused(pool_1: RankPool) -> None:
     (text,) = pool_1.run(weights_with_grad)
     assert text.startswith("IdError") and "require grad" in text
+
+
+def misuse(kind: str) -> str:
+    """What cannot be done to a sharded collection says so, and training goes on."""
+    scenario = Scenario(steps=20)
+    dmp, optimizer = build(scenario, SLOTS)
+    train(dmp, optimizer, scenario, range(2))
+    before = bits(dmp)
+    calls = {
+        "half": dmp.half,
+        "share_memory": dmp.share_memory,
+        "meta": lambda: dmp.to("meta"),
+        "slots": dmp.module.ebc.embedding_bags.state_dict,
+        "freeze": lambda: freeze_and_train(dmp),
+    }
+    try:
+        calls[kind]()
+    except HybridRecError as e:
+        text = f"{type(e).__name__}: {e}"
+    else:
+        text = "no error"
+    for parameter in dmp.module.ebc.parameters():
+        parameter.requires_grad_()
+    same = bits(dmp) == before
+    if kind in ("half", "meta", "share_memory"):  # torch has converted what came before in the model
+        dmp.module.ebc(first_batch(scenario)[0]).values().sum().backward()
+    else:
+        train(dmp, optimizer, scenario, range(2, 4))
+    return text if same and bits(dmp) != before else f"rows changed or do not train: {text}"
+
+
+def freeze_and_train(dmp: torch.nn.Module) -> None:
+    for parameter in dmp.module.ebc.parameters():
+        parameter.requires_grad_(False)
+    dmp.module.ebc(first_batch(Scenario())[0]).values()
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("half", "ConfigError"),
+        ("share_memory", "ConfigError"),
+        ("meta", "ConfigError"),
+        ("slots", "StateError"),
+        ("freeze", "StateError"),
+    ],
+)
+def test_misuse_is_refused(pool_1: RankPool, kind: str, match: str) -> None:
+    (text,) = pool_1.run(misuse, kind)
+    assert text.startswith(match), text
+
+
+def inference_mode_reads() -> bool:
+    scenario = Scenario(steps=20)
+    dmp, optimizer = build(scenario, SLOTS)
+    train(dmp, optimizer, scenario, range(4))
+    dmp.eval()
+    with torch.inference_mode():
+        inferred = dmp(*first_batch(scenario, 2))
+    with torch.no_grad():
+        expected = dmp(*first_batch(scenario, 2))
+    return torch.equal(inferred, expected)
+
+
+def test_inference_mode(pool_2: RankPool) -> None:
+    assert pool_2.run(inference_mode_reads) == [True, True]
+
+
+def wrapping_lengths() -> str:
+    scenario = Scenario()
+    dmp, _ = build(scenario, SLOTS)
+    lengths = torch.zeros(4 * 4, dtype=torch.int64)
+    lengths[:4] = torch.tensor([2**62, 2**62, 2**62, 2**62 + 3])
+    keys = first_batch(scenario)[0].keys()
+    try:
+        dmp.module.ebc(KeyedJaggedTensor(keys=keys, values=torch.tensor([1, 2, 3]), lengths=lengths)).values()
+    except HybridRecError as e:
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def test_lengths_whose_sum_wraps_round_are_refused(pool_1: RankPool) -> None:
+    (text,) = pool_1.run(wrapping_lengths)
+    assert text.startswith("IdError") and "a length is" in text
