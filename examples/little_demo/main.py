@@ -151,7 +151,7 @@ def train(
 def show_progress(bar: tqdm, losses: list[Tensor], hits: float) -> None:
     """Print the mean of the last losses above the bar, and show it in the bar."""
     loss = torch.stack(losses).mean().item()
-    bar.set_postfix(loss=f"{loss:.4f}", hits=f"{hits:.1%}")
+    bar.set_postfix(loss=f"{loss:.4f}", hits_of_rank_0=f"{hits:.1%}")
     bar.write(f"batch {bar.n:>6}  loss {loss:.7f}")
 
 
@@ -207,7 +207,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
 
     epochs = [batches_of(shuffled(train_rows, args.seed, epoch)) for epoch in range(args.epochs)]
     schedule = [rows for epoch in epochs for rows in epoch][: args.batches]
-    with tqdm(total=len(schedule), unit="batch", disable=ranks.rank != 0) as bar:
+    with tqdm(total=len(schedule), unit="batch", disable=True if ranks.rank else None) as bar:  # None: on a terminal
         start = time.perf_counter()
         batches = (ratings.batch(rows) for rows in schedule)
         losses = train(model, optimizer, batches, ranks.device, bar if ranks.rank == 0 else None)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import Awaitable, NoWait
 
+from hybridrec._compat.torch_distributed import all_gather_single
 from hybridrec._compat.torchrec import get_gradient_division
 
 
@@ -78,7 +79,7 @@ class _SumInRankOrder(torch.autograd.Function):
         grad = (grad / world_size if get_gradient_division() else grad).contiguous()
         gathered = grad.new_empty((sum(sizes), grad.shape[1]))
         if all(size == own for size in sizes):
-            dist.all_gather_into_tensor(gathered, grad, group=ctx.group)
+            all_gather_single(gathered, grad, group=ctx.group)
         else:
             dist.all_to_all_single(gathered, grad.repeat(world_size, 1), sizes, [own] * world_size, group=ctx.group)
         return gathered, None, None, None, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from hybridrec._compat.torch_distributed import all_gather_single
 from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
 
 MESSAGE_BYTES = 1024
@@ -50,7 +51,7 @@ def agree(
         header = bytes([1, code, is_training, *len(payload).to_bytes(2, "little")])
         mine[: len(header) + len(payload)] = torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
     everyone = torch.empty(host_group.size() * MESSAGE_BYTES, dtype=torch.uint8)
-    dist.all_gather_into_tensor(everyone, mine, group=host_group)
+    all_gather_single(everyone, mine, group=host_group)
     everyone = everyone.view(host_group.size(), MESSAGE_BYTES)
     refusing = everyone[:, 0].nonzero().flatten().tolist()
     if not refusing:

@@ -208,6 +208,8 @@ void bind_reads(nb::class_<ShardGroup>& group) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // A model that lives until the interpreter ends is no leak, and users cannot act on what nanobind would say of it.
+  nb::set_leak_warnings(false);
   m.doc() = "C++ core of hybridrec: ids, slots, rows and journals of table shards. Use hybridrec.native.";
   bind_functions(m);
   nb::class_<ShardGroup> group(m, "ShardGroup");

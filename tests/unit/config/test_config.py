@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hybridrec.store.initializer import Bank, Constant, Normal, Uniform
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -30,6 +29,7 @@ from hybridrec.config import (
     shard_rows,
 )
 from hybridrec.errors import ConfigError
+from hybridrec.store.initializer import Bank, Constant, Normal, Uniform
 from hybridrec.types import FullPolicy
 
 
