@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from types import ModuleType
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from hybridrec.errors import BackendError
 
 
-class AcceleratorBackend:
+class AcceleratorBackend(abc.ABC):
     """A device with memory of its own, reached through torch's device module. Satisfies `DeviceBackend`.
 
     All methods may be called from any thread.
@@ -20,9 +21,9 @@ class AcceleratorBackend:
     is_host_memory = False
     collective_backend: str
 
+    @abc.abstractmethod
     def unavailable_reason(self) -> str | None:
         """None if the device can be used now, else why not and what to do."""
-        raise NotImplementedError
 
     def kernel_name(self, *, optimizer: str, dim: int, is_weighted: bool) -> str:
         """``"torch"``: plain PyTorch operators, which need nothing that a device's own library may lack."""
