@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import resource
 from unittest import mock
 
 import numpy as np
@@ -42,14 +43,20 @@ class Model(nn.Module):
 
 
 def shard(
-    *, device_rows: int = 64, dim: int = DIM, host_memory_bytes: int | None = None, **table: object
+    *,
+    device_rows: int = 64,
+    dim: int = DIM,
+    kernel: str = "fused_uvm_caching",
+    num_embeddings: int = 1000,
+    host_memory_bytes: int | None = None,
+    **table: object,
 ) -> DistributedModelParallel:
     config = HashEmbeddingBagConfig(
         name="t",
-        num_embeddings=1000,
+        num_embeddings=num_embeddings,
         embedding_dim=dim,
         feature_names=["f"],
-        device_rows=device_rows,
+        device_rows=None if kernel == "fused" else device_rows,
         initializer=Uniform(-0.1, 0.1),
         **table,
     )
@@ -60,7 +67,7 @@ def shard(
     sharders = get_default_hybrid_sharders(env, host_memory_bytes=host_memory_bytes)
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu"),
-        constraints={"t": ParameterConstraints(compute_kernels=["fused_uvm_caching"])},
+        constraints={"t": ParameterConstraints(compute_kernels=[kernel])},
     )
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
@@ -216,3 +223,25 @@ def abandoned_eviction() -> dict[str, object]:
 def test_row_evicted_by_an_abandoned_batch_comes_back(pool_1: RankPool) -> None:
     (result,) = pool_1.run(abandoned_eviction)
     assert result == {"evicted": True, "came back": True, "rows": 20, "counted": 0}
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as f:
+        return int(f.read().split()[1]) * resource.getpagesize()
+
+
+def planned_table_costs() -> dict[str, int]:
+    """Bytes of memory that a table of 5 million planned rows takes before and after its first batch."""
+    shard()  # whatever the first model of a process loads
+    before = resident_bytes()
+    dmp = shard(kernel="fused", num_embeddings=10**12, planned_rows=5_000_000, dim=64)
+    built = resident_bytes()
+    dmp(bag_of(list(range(1000)))).backward()
+    return {"built": built - before, "trained": resident_bytes() - before, "slots": dmp.module.ebc.stats()[0].slots}
+
+
+def test_planned_rows_cost_nothing_up_front(pool_1: RankPool) -> None:
+    (result,) = pool_1.run(planned_table_costs)
+    assert result["slots"] == 5_000_000  # 1.28 GB, were they taken at once
+    assert result["built"] < 128 * 2**20, result
+    assert result["trained"] < 192 * 2**20, result
