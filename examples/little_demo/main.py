@@ -143,16 +143,16 @@ def train(
         losses.append(loss.detach())
         if bar is not None:
             bar.update()
-            if bar.n % REPORT_EVERY == 0 or bar.n == bar.total:
-                show_progress(bar, losses[-REPORT_EVERY:], hit_rate(model.module.ebc.stats()))
+            if len(losses) % REPORT_EVERY == 0 or len(losses) == bar.total:
+                show_progress(bar, losses, hit_rate(model.module.ebc.stats()))
     return losses
 
 
 def show_progress(bar: tqdm, losses: list[Tensor], hits: float) -> None:
-    """Print the mean of the last losses above the bar, and show it in the bar."""
-    loss = torch.stack(losses).mean().item()
+    """Print the mean of the last losses above the bar, and show it in the bar; without a terminal there is no bar."""
+    loss = torch.stack(losses[-REPORT_EVERY:]).mean().item()
     bar.set_postfix(loss=f"{loss:.4f}", hits_of_rank_0=f"{hits:.1%}")
-    bar.write(f"batch {bar.n:>6}  loss {loss:.7f}")
+    bar.write(f"batch {len(losses):>6}  loss {loss:.7f}")
 
 
 @torch.no_grad()
