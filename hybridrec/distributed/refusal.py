@@ -33,6 +33,11 @@ def refusal_error(plan: Plan, table: ShardTable | None, *, rank: int, world_size
             f"{where}: the batch needs {needed} rows and the quota is {available} (max_rows over {world_size} ranks, "
             "full_policy='error'). Raise max_rows, or choose full_policy='evict' or 'grow'."
         )
+    if plan.status == PlanStatus.HOST_BUDGET and plan.available == 0:
+        return CapacityError(
+            f"{where}: the system gave no host memory for the batch's rows. Give max_rows with full_policy='evict', "
+            "free memory on this machine, or use more ranks."
+        )
     if plan.status == PlanStatus.HOST_BUDGET:
         return CapacityError(
             f"{where}: with the batch the shards of this rank would take {needed} bytes of host memory, and the budget "

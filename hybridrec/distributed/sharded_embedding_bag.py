@@ -157,6 +157,8 @@ class ShardedHashEmbeddingBagCollection(
         return self.training and torch.is_grad_enabled()
 
     def _check_not_frozen(self) -> None:
+        if all(parameter.requires_grad for parameter in self._lookups[0].slot_parameters):
+            return
         for name, parameter in self.embedding_bags.named_parameters():
             if not parameter.requires_grad:
                 raise StateError(
