@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +31,33 @@ class AcceleratorBackend(abc.ABC):
         """``"torch"``: plain PyTorch operators, which need nothing that a device's own library may lack."""
         return "torch"
 
-    def empty_staging(self, num_floats: int) -> Tensor:
-        """Uninitialised float32 [num_floats] in pinned host memory, so that copies to the device can overlap."""
-        return torch.empty(num_floats, dtype=torch.float32, pin_memory=True)
+    def empty_staging(self, num: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised [num] in pinned host memory, so that copies to and from the device can overlap."""
+        return torch.empty(num, dtype=dtype, pin_memory=True)
+
+    def make_stream(self, device: torch.device) -> Any:
+        """A new stream of the device."""
+        with self._module().device(device):
+            return self._module().Stream()
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream that this thread's operations go to."""
+        return self._module().current_stream(device)
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, this thread's operations go to ``stream``."""
+        context: AbstractContextManager[Any] = self._module().stream(stream)
+        return context
+
+    def record_event(self, stream: Any) -> Any:
+        """A new event behind all that was given to ``stream``."""
+        event = self._module().Event()
+        event.record(stream)
+        return event
+
+    def use_device(self, device: torch.device) -> None:
+        """Make it this thread's current device."""
+        self._module().set_device(device)
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for all work that was given to the device."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +36,28 @@ class CpuBackend:
         """
         return "tbe" if optimizer in _TBE_OPTIMIZERS and dim % _TBE_DIM_MULTIPLE == 0 else "torch"
 
-    def empty_staging(self, num_floats: int) -> Tensor:
-        """Uninitialised float32 [num_floats]; ordinary memory, since nothing has to cross a bus."""
-        return torch.empty(num_floats, dtype=torch.float32)
+    def empty_staging(self, num: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised [num]; ordinary memory, since nothing has to cross a bus."""
+        return torch.empty(num, dtype=dtype)
+
+    def make_stream(self, device: torch.device) -> Any:
+        """A stream that orders nothing: work on the host is done when the call returns."""
+        return torch.cpu.Stream()
+
+    def current_stream(self, device: torch.device) -> Any:
+        """A stream that orders nothing."""
+        return torch.cpu.current_stream()
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Changes nothing."""
+        return nullcontext()
+
+    def record_event(self, stream: Any) -> Any:
+        """An event that has passed."""
+        return torch.cpu.Event()
+
+    def use_device(self, device: torch.device) -> None:
+        """Nothing to choose."""
 
     def synchronize(self, device: torch.device) -> None:
         """Nothing to wait for: work on the host is done when the call returns."""

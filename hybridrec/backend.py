@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from typing import Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,8 +39,23 @@ class DeviceBackend(Protocol):
     def kernel_name(self, *, optimizer: str, dim: int, is_weighted: bool) -> str:
         """``"tbe"`` or ``"torch"``: the lookup kernel for such a table. Must not depend on sizes."""
 
-    def empty_staging(self, num_floats: int) -> Tensor:
-        """Uninitialised float32 [num_floats] host memory from which copies to the device are fast (pinned)."""
+    def empty_staging(self, num: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Uninitialised [num] host memory from and to which copies of the device need not block (pinned)."""
+
+    def make_stream(self, device: torch.device) -> Any:
+        """A new queue of work of the device: ``wait_event``, ``wait_stream``, ``synchronize``, as `torch.Stream` has."""
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The queue that this thread's operations go to."""
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, this thread's operations go to ``stream``."""
+
+    def record_event(self, stream: Any) -> Any:
+        """A new event behind all that was given to ``stream``: ``synchronize`` and ``query``, as `torch.Event` has."""
+
+    def use_device(self, device: torch.device) -> None:
+        """Make it this thread's current device. A new thread starts with the first one."""
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for all work that was given to the device."""
