@@ -77,7 +77,7 @@ class Plan(NamedTuple):
     needed: int
     available: int
     pinned: int
-    ordinal: int  # of this batch: 1, 2, 3 .. without gaps over the plans that succeeded
+    ordinal: int  # of this batch: the newest one given and not given back by undo, plus 1
     num_unique: int  # U, over all tables
     num_loads: int  # rows that come from the store into slots
     num_inits: int  # new rows, computed into slots
@@ -143,8 +143,9 @@ class ShardGroup(Protocol):
         journal and its score becomes ordinal. At the quota: "error" refuses; "evict" drops the rows with the lowest
         (score, key as uint64) among those with score < ordinal - 12, one for each missing row, or refuses. Then, in
         order of first occurrence, unique rows without a slot get one: free slots first (last freed first, then those
-        never used, lowest first), then victims: unpinned slots in order of (ordinal of last use, order of use within
-        that batch). Every unique row's slot is pinned once.
+        never used, lowest first), then victims: unpinned slots in order of (number of the plan that used them last,
+        order of use within that plan); plans that succeeded are counted, undone ones too. Every unique row's slot is
+        pinned once.
         """
 
     def swap(self, ordinal: int) -> None:
@@ -169,6 +170,9 @@ class ShardGroup(Protocol):
         """Drop the batch: inserted rows go, scores and evicted rows come back, pins are released.
 
         What a later batch in flight also uses (an inserted row, a score) passes to the journal of the first such batch.
+        The newest ordinal ever given is given back: the next plan gets it again. So batches undone newest first and
+        planned again get the same ordinals, scores, row numbers and evictions as if that had not happened; only where
+        rows are may differ. An older batch that is undone leaves a gap.
         Legal only after ``swap`` of that batch, or for a batch whose swap never began (then loads are dropped too).
         """
 

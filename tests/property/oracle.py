@@ -49,7 +49,8 @@ class TableModel:
     open: list[ModelBatch] = field(default_factory=list)
     free_rows: list[int] = field(default_factory=lambda: list(range(2000)))
     slots: dict[int, int] = field(default_factory=dict)  # slot -> row
-    last_use: dict[int, tuple[int, int]] = field(default_factory=dict)
+    last_use: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot -> (plans before, position)
+    num_plans: int = 0  # undone ones too
     dirty: set[int] = field(default_factory=set)  # rows
     values: dict[int, np.ndarray] = field(default_factory=dict)  # row -> record
     counts: dict[str, int] = field(default_factory=dict)
@@ -173,7 +174,8 @@ class TableModel:
                 self.dirty.discard(move.victim)
             self.slots[move.slot] = move.row
         for position, row in enumerate(batch.rows.values()):
-            self.last_use[self.slot_of(row)] = (batch.ordinal, position)
+            self.last_use[self.slot_of(row)] = (self.num_plans, position)
+        self.num_plans += 1
 
     # ---- afterwards ----------------------------------------------------------------------------------------------
 
@@ -325,3 +327,7 @@ class GroupModel:
     def undo(self, ordinal: int) -> None:
         for table in self.tables:
             table.undo(ordinal, is_moved=self.is_moved[ordinal], is_scattered=ordinal in self.is_scattered)
+        del self.is_moved[ordinal]
+        self.is_scattered.discard(ordinal)
+        if ordinal == self.ordinal:
+            self.ordinal -= 1

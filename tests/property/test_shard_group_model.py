@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from hybridrec.native.protocol import PlanStatus
+from tests.property import plain
 from tests.property.driver import EXTREME_IDS, Driver, all_cores, make_specs, run_random
 
 POLICIES = ("grow", "evict", "error")
@@ -212,6 +213,72 @@ def test_a_batch_that_was_never_moved_gives_its_slots_back_to_the_victims() -> N
     driver.flush()
     plan = driver.plan([[3], [], []])
     assert (plan.num_victims, plan.num_write_backs) == (1, 0)
+
+
+def test_the_newest_ordinal_is_given_again_and_an_older_one_is_not() -> None:
+    driver = _start(slots=(6, 4))
+    _train(driver, [[1, 2], [], []])
+    for ids, ordinal in (([2, 3], 2), ([3, 4], 3), ([4], 4)):
+        assert driver.plan([ids, [], []]).ordinal == ordinal
+    for ordinal in (4, 3, 2):
+        driver.undo(ordinal)
+    assert driver.plan([[3], [], []]).ordinal == 2
+    driver.swap(2)
+    assert driver.plan([[3, 4], [], []]).ordinal == 3
+    driver.undo(2)  # a gap: 3 is in flight
+    driver.swap(3)
+    assert driver.plan([[5], [], []]).ordinal == 4
+    for ordinal in (4, 3):
+        driver.undo(ordinal)
+    assert driver.plan([[2], [], []]).ordinal == 3
+    driver.commit(3)
+    assert [score for _, _, score, _, _ in driver.model.tables[0].entries()] == [1, 3]
+
+
+def test_slots_of_an_ordinal_that_is_given_again_leave_in_order_of_use() -> None:
+    driver = _start(slots=(3, 4))
+    _train(driver, [[1, 2, 3], [], []])
+    for ids in [[1, 2, 3]] * 20 + [[3, 1]]:  # far more uses than slots
+        driver.undo(driver.plan([ids, [], []]).ordinal)
+    _train(driver, [[1], [], []])
+    # Last used: 2, then 3 (by an undone batch), then 1; each has one place in that order.
+    for new, left in ((4, {1, 3, 4}), (5, {1, 4, 5}), (6, {4, 5, 6})):
+        _train(driver, [[new], [], []])
+        resident = {key for key, _, _, slot, _ in driver.model.tables[0].entries() if slot >= 0}
+        assert resident == {plain.signed(plain.mix64(i)) for i in left}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_how_often_batches_were_undone_changes_no_row_score_or_eviction(policy: str, seed: int) -> None:
+    """Batches that are mapped ahead, un-mapped newest first and mapped again, against each mapped once."""
+    rng = random.Random(f"{policy} {seed}")
+    quiet, restless = _start(policy, slots=(7, 5), max_rows=14), _start(policy, slots=(7, 5), max_rows=14)
+    batches = [[[rng.randrange(20) for _ in range(rng.randint(0, 2))], [rng.randrange(9)], []] for _ in range(70)]
+    for i, batch in enumerate(batches):
+        for _ in range(rng.randint(0, 2)):
+            ahead = [restless.plan(b) for b in batches[i : i + rng.randint(1, 4)]]
+            planned = [plan.ordinal for plan in ahead if plan.status == PlanStatus.OK]
+            for ordinal in planned[: rng.randint(0, len(planned))]:
+                if not restless.model.is_moved[ordinal]:
+                    restless.swap(ordinal)
+            for ordinal in reversed(planned):
+                restless.undo(ordinal)
+        for driver in (quiet, restless):
+            plan = driver.plan(batch)
+            if plan.status != PlanStatus.OK:
+                continue
+            if not driver.model.is_moved[plan.ordinal]:
+                driver.swap(plan.ordinal)
+            driver.commit(plan.ordinal)
+        for system, other in zip(quiet.systems, restless.systems, strict=True):
+            for t in range(2):
+                once, again = system.group.entries(t), other.group.entries(t)
+                assert [a.tolist() for a in once[:3]] == [a.tolist() for a in again[:3]]  # keys, row numbers, scores
+    counters = [driver.systems[-1].group.counters(0) for driver in (quiet, restless)]
+    assert counters[0].evicted == counters[1].evicted
+    assert (counters[0].evicted > 0) == (policy == "evict")
+    assert restless.model.tables[0].num_plans > quiet.model.ordinal == restless.model.ordinal
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 31, 32, 33, 4095, 4096, 4097])

@@ -162,6 +162,28 @@ def change_a_score_when_a_plan_is_refused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TableShard, "decide", decide)
 
 
+@mutant
+def keep_the_ordinal_of_an_undone_batch(patch: pytest.MonkeyPatch) -> None:
+    original = ReferenceGroup.undo
+
+    def undo(self: ReferenceGroup, ordinal: int) -> None:
+        newest = self._last_ordinal
+        original(self, ordinal)
+        self._last_ordinal = newest
+
+    patch.setattr(ReferenceGroup, "undo", undo)
+
+
+@mutant
+def order_slots_by_an_ordinal_that_is_given_again(patch: pytest.MonkeyPatch) -> None:
+    original = TableShard.apply
+
+    def apply(self: TableShard, decision: Any, ordinal: int, plan_number: int) -> Any:
+        return original(self, decision, ordinal, ordinal)
+
+    patch.setattr(TableShard, "apply", apply)
+
+
 def _walk() -> None:
     for policy in ("evict", "grow"):
         for seed in range(4):
@@ -178,4 +200,4 @@ def test_the_model_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_model_finds_nothing_in_what_is_right() -> None:
     _walk()
-    assert len(MUTANTS) >= 14
+    assert len(MUTANTS) >= 16

@@ -19,8 +19,8 @@ from hybridrec.native.reference.table_shard import Decision, Records, Refusal, S
 
 Int64s = NDArray[np.int64]
 
-LAST_ORDINAL = 2**32 - 2
-"""Scores are uint32."""
+MAX_PLANS = 2**32 - 2
+"""Scores and last uses of slots are uint32."""
 
 
 class ShardGroup:
@@ -37,6 +37,7 @@ class ShardGroup:
         self._budget = host_budget_bytes
         self._open: dict[int, BatchJournal] = {}  # by ordinal, ascending
         self._last_ordinal = 0
+        self._num_plans = 0  # that succeeded, undone ones included
         self._reads: dict[int, list[list[int]]] = {}  # handle -> unique keys of every table
         self._last_handle = 0
         self._lock = threading.RLock()
@@ -70,14 +71,17 @@ class ShardGroup:
     def plan(self, keys: Int64s, feature_offsets: Int64s, feature_table: Int64s, slots: Int64s) -> Plan:
         with self._lock:
             ordinal = self._last_ordinal + 1
-            if ordinal > LAST_ORDINAL:
-                raise StateError(f"batch {ordinal:,}: ordinals are used up (uint32). Nothing changed.")
+            if self._num_plans >= MAX_PLANS:
+                raise StateError(f"batch {ordinal:,}: {MAX_PLANS:,} batches were planned, the most there can be.")
             occurrences = self._by_table(keys, feature_offsets, feature_table)
             decisions = self._decide(occurrences, ordinal)
             if isinstance(decisions, Plan):
                 return decisions
-            journals = [shard.apply(d, ordinal) for shard, d in zip(self._tables, decisions, strict=True)]
+            journals = [
+                shard.apply(d, ordinal, self._num_plans + 1) for shard, d in zip(self._tables, decisions, strict=True)
+            ]
             self._last_ordinal = ordinal
+            self._num_plans += 1
             self._open[ordinal] = BatchJournal(ordinal, journals)
             for (positions, table_keys), decision in zip(occurrences, decisions, strict=True):
                 slots[positions] = [decision.slot_of_key[key] for key in table_keys]
@@ -227,6 +231,8 @@ class ShardGroup:
                     shard.undo_moves(journal, is_scattered=batch.is_scattered)
                 shard.undo(journal, [(b.tables[t], b.is_committed) for b in later])
             del self._open[ordinal]
+            if ordinal == self._last_ordinal:
+                self._last_ordinal -= 1
             self._finalize()
 
     def _finalize(self) -> None:

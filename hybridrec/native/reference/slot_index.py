@@ -1,7 +1,8 @@
 """`SlotIndex`: which row is in which slot, for one table; pins, dirty flags and the order of last use.
 
 Free slots are given out freed ones first, the last freed first, then ones that were never used, lowest first.
-Victims are unpinned slots, the least recently used first: (ordinal of last use, order of use within that batch).
+Victims are unpinned slots, the least recently used first: (number of the plan that used it last, order of use within
+that plan).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Slot:
     is_dirty: bool = False
     """The store's copy, if any, is stale."""
     last_use: tuple[int, int] = (0, 0)
-    """(ordinal, order of first occurrence within that batch)."""
+    """(number of the plan, order of first occurrence within that batch)."""
 
 
 class SlotIndex:

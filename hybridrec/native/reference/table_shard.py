@@ -184,8 +184,14 @@ class TableShard:
         chunks = self.store.missing_chunks(move.victim for move in decision.moves if move.is_victim_dirty)
         return (numbers - self.ids.num_numbers) * ROW_INDEX_BYTES + self.store.chunk_bytes(len(chunks))
 
-    def apply(self, decision: Decision, ordinal: int) -> TableJournal:
-        """Do what was decided; nothing moves yet."""
+    def apply(self, decision: Decision, ordinal: int, plan_number: int) -> TableJournal:
+        """Do what was decided; nothing moves yet.
+
+        Args:
+            decision: Of `decide`.
+            ordinal: Becomes the rows' score.
+            plan_number: Becomes the slots' last use. Unlike an ordinal, which an undo gives back, never used twice.
+        """
         for row in decision.evicted:
             self.ids.drop(row)
         first_beyond = self.spec.planned_rows - len(self.ids)  # of the new rows, counted from 0
@@ -206,7 +212,7 @@ class TableShard:
         for position, row in enumerate(decision.rows):
             slot = self.slots[self.slots.slot_of(row)]
             slot.pins += 1
-            slot.last_use = (ordinal, position)
+            slot.last_use = (plan_number, position)
         journal = TableJournal(
             old_scores=old_scores,
             inserted=inserted,

@@ -22,7 +22,7 @@ ShardGroup::ShardGroup(uint64_t host_budget_bytes, size_t num_threads)
 size_t ShardGroup::add_table(ShardSpec spec) {
   std::lock_guard lock(mutex_);
   const std::string where = "table '" + spec.name + "': ";
-  if (next_ordinal_ != 1) throw StateError(where + "tables cannot be added after the first plan.");
+  if (num_plans_ != 0) throw StateError(where + "tables cannot be added after the first plan.");
   if (spec.dim == 0) throw std::invalid_argument(where + "dim must be positive.");
   if (spec.num_slots >= kNoSlot - 1) throw std::invalid_argument(where + "num_slots must be below 2^31 - 2.");
   if (spec.state_initial_values.size() != size_t{spec.num_row_states} + spec.num_row_wise_states) {
@@ -115,12 +115,13 @@ void ShardGroup::recycle(std::unique_ptr<Batch> batch) {
 Plan ShardGroup::plan(const KeyBatch& keys, int64_t* slots) {
   std::lock_guard lock(mutex_);
   split_by_table(keys);
-  if (next_ordinal_ >= kInsertedBeyondPlan) throw StateError("plan: 2^32 - 2 batches were planned; scores are used up.");
+  if (num_plans_ >= kInsertedBeyondPlan - 1) throw StateError("plan: 2^32 - 2 batches were planned, the most there can be.");
   const auto ordinal = static_cast<uint32_t>(next_ordinal_);
+  const auto plan_number = static_cast<uint32_t>(num_plans_ + 1);
   auto batch = new_batch();
   refusals_.assign(tables_.size(), Refusal{});
   const auto plan_table = [&](size_t t) {
-    refusals_[t] = tables_[t]->plan(keys.keys, ranges_[t], ordinal, batch->tables[t], slots);
+    refusals_[t] = tables_[t]->plan(keys.keys, ranges_[t], ordinal, plan_number, batch->tables[t], slots);
   };
   // Which table meets the end of the host budget must not depend on threads: near it, one after the other.
   uint64_t growth_bound = 0;
@@ -172,6 +173,7 @@ Plan ShardGroup::plan(const KeyBatch& keys, int64_t* slots) {
   batch->state = batch->has_moves ? State::kPlanned : State::kMoved;
   batches_.push_back(std::move(batch));
   ++next_ordinal_;
+  ++num_plans_;
   return plan;
 }
 
@@ -340,6 +342,8 @@ void ShardGroup::undo(uint64_t ordinal) {
   }
   auto undone = std::move(*found);
   batches_.erase(found);
+  // Nothing bears the newest ordinal any more: its scores are taken back and no later batch took one over.
+  if (ordinal + 1 == next_ordinal_) next_ordinal_ = ordinal;
   recycle(std::move(undone));
   finalize_front();
 }

@@ -29,7 +29,7 @@ bool SlotIndex::grow(uint32_t num_slots) {
 }
 
 // The loops over a batch's slots keep their totals in registers: members would be stored and reloaded at every slot.
-void SlotIndex::use_all(const uint32_t* slots, uint32_t n, uint32_t ordinal, bool do_pin, uint32_t* old_uses) {
+void SlotIndex::use_all(const uint32_t* slots, uint32_t n, uint32_t plan, bool do_pin, uint32_t* old_uses) {
   SlotState* states = states_.data();
   SlotUse* uses = uses_.data() + end_;
   const uint32_t pin = do_pin ? 1 : 0;
@@ -40,10 +40,10 @@ void SlotIndex::use_all(const uint32_t* slots, uint32_t n, uint32_t ordinal, boo
     SlotState state = states[slot];
     old_uses[u] = state.last_use;
     newly_pinned += state.pins == 0;
-    state.last_use = ordinal;
+    state.last_use = plan;
     state.pins += pin;
     states[slot] = state;
-    uses[u] = {slot, ordinal, u};
+    uses[u] = {slot, plan, u};
   }
   end_ += n;
   if (do_pin) {
@@ -96,11 +96,11 @@ void SlotIndex::restore_uses(const std::vector<SlotUse>& uses) {
   // Before last_use is set, so that the queue holds no second entry of these slots.
   compact();
   for (const SlotUse& use : uses) {
-    states_[use.slot].last_use = use.ordinal;
+    states_[use.slot].last_use = use.plan;
     uses_[end_++] = use;
   }
   std::sort(uses_.data(), uses_.data() + end_, [](const SlotUse& a, const SlotUse& b) {
-    return a.ordinal != b.ordinal ? a.ordinal < b.ordinal : a.order < b.order;
+    return a.plan != b.plan ? a.plan < b.plan : a.order < b.order;
   });
 }
 

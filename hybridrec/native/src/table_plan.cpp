@@ -221,10 +221,10 @@ bool TableShard::place_misses(TableJournal& journal, Refusal& refusal) {
   return true;
 }
 
-void TableShard::stamp_slots(uint32_t ordinal, TableJournal& journal) {
+void TableShard::stamp_slots(uint32_t plan_number, TableJournal& journal) {
   const bool are_pinned = !journal.misses.empty();  // place_misses() did
   slots_.reserve_uses(journal.num_uniques);
-  slots_.use_all(journal.slots.data(), journal.num_uniques, ordinal, !are_pinned, old_uses_.data());
+  slots_.use_all(journal.slots.data(), journal.num_uniques, plan_number, !are_pinned, old_uses_.data());
 }
 
 void TableShard::write_slots(const KeyRanges& ranges, TableJournal& journal, int64_t* slots) {
@@ -242,8 +242,8 @@ void TableShard::write_slots(const KeyRanges& ranges, TableJournal& journal, int
   for (uint32_t u : journal.misses) slot_of_row_[journal.uniques[u].row] &= ~kNewSlot;
 }
 
-Refusal TableShard::plan(const int64_t* keys, const KeyRanges& ranges, uint32_t ordinal, TableJournal& journal,
-                         int64_t* slots) {
+Refusal TableShard::plan(const int64_t* keys, const KeyRanges& ranges, uint32_t ordinal, uint32_t plan_number,
+                         TableJournal& journal, int64_t* slots) {
   size_t num_keys = 0;
   for (const auto& [begin, end] : ranges) num_keys += end - begin;
   Refusal refusal;
@@ -279,7 +279,7 @@ Refusal TableShard::plan(const int64_t* keys, const KeyRanges& ranges, uint32_t 
     restore_evicted(journal);
     return refusal;
   }
-  stamp_slots(ordinal, journal);
+  stamp_slots(plan_number, journal);
   write_slots(ranges, journal, slots);
   return refusal;
 }
@@ -316,7 +316,7 @@ void TableShard::undo_placement(TableJournal& journal, bool have_victims_left) {
     const Victim* victim = m < num_free || have_victims_left ? nullptr : &journal.victims[m - num_free];
     if (victim == nullptr || slot_of_row_[victim->row] == kFreeRow) {
       slots_.release(slot);
-      if (victim != nullptr) journal.victim_uses[m - num_free].ordinal = 0;
+      if (victim != nullptr) journal.victim_uses[m - num_free].plan = 0;
       continue;
     }
     slots_.assign(slot, victim->row, victim->is_dirty);
@@ -343,7 +343,7 @@ void TableShard::undo(TableJournal& journal, uint32_t ordinal, bool is_moved, bo
   if (!is_moved) {
     undo_placement(journal, have_victims_left);
     if (!have_victims_left) {
-      std::erase_if(journal.victim_uses, [](const SlotUse& use) { return use.ordinal == 0; });
+      std::erase_if(journal.victim_uses, [](const SlotUse& use) { return use.plan == 0; });
       slots_.restore_uses(journal.victim_uses);
     }
   }

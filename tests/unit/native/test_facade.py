@@ -150,10 +150,10 @@ def test_slots_only_grow_and_are_unbound_then(group: ShardGroup) -> None:
     group.resize_slots(0, 8)
     assert group.plan(keys(1, 2, 3), OFFSETS, TABLES, torch.empty(3, dtype=torch.int64)).num_inits == 3
     with pytest.raises(StateError, match="bind_slots"):
-        group.swap(2)
+        group.swap(1)
     bind(group, 0, Slots(make_specs()[0], 8))
-    group.swap(2)
-    group.commit(2)
+    group.swap(1)
+    group.commit(1)
 
 
 def test_records_of_dead_or_dirty_rows_are_refused(group: ShardGroup) -> None:

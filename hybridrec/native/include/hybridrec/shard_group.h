@@ -106,7 +106,8 @@ class ShardGroup {
   std::vector<std::unique_ptr<Batch>> unused_;   // journals whose buffers are reused
   std::vector<KeyRanges> ranges_;                // of the current call, per table
   std::vector<Refusal> refusals_;
-  uint64_t next_ordinal_ = 1;
+  uint64_t next_ordinal_ = 1;   // undo gives the newest one back
+  uint64_t num_plans_ = 0;      // that succeeded, undone ones included: at least the newest ordinal
   std::map<uint64_t, std::vector<std::vector<int64_t>>> reads_;  // handle -> per table, unique keys
   uint64_t next_read_ = 1;
   UniqueKeys unique_keys_;

@@ -1,9 +1,11 @@
 // Which row is in which slot of the device tier, who pins it, and who goes first.
 //
-// Least recent use is exact and costs no scan of all slots: `uses_` is a queue of {slot, ordinal, order}, in order of
-// use; every use appends one entry and makes the slot's former entry stale. An entry is valid while the slot's last
-// use is that ordinal (a slot is used once a batch at most). Victims are taken from the front. When the queue reaches
-// twice the number of slots the stale entries are dropped: two entries looked at for each one appended.
+// Least recent use is exact and costs no scan of all slots: `uses_` is a queue of {slot, plan, order}, in order of use;
+// every use appends one entry and makes the slot's former entry stale. An entry is valid while the slot's last use is
+// that plan (a slot is used once a plan at most). Plans are numbered by the group, and unlike an ordinal, which an undo
+// gives back, a number is never used twice: so no stale entry can become valid again. Victims are taken from the front.
+// When the queue reaches twice the number of slots the stale entries are dropped: two entries looked at for each one
+// appended.
 //
 // Free slots: freed ones, last freed first, then those never used, lowest first.
 //
@@ -24,15 +26,15 @@ namespace hybridrec {
 inline constexpr uint32_t kNoSlot = 0x7fffffffu;  // bit 31 marks, during a plan, slots that the plan gave out
 
 struct SlotState {
-  uint32_t last_use;  // ordinal of the batch that used it last; 0 = free
+  uint32_t last_use;  // number of the plan that used it last; 0 = free
   uint32_t pins : 31;
   uint32_t dirty : 1;
 };
 
 struct SlotUse {
   uint32_t slot;
-  uint32_t ordinal;
-  uint32_t order;  // of use within that batch
+  uint32_t plan;   // number of the plan
+  uint32_t order;  // of use within that plan
 };
 
 class SlotIndex {
@@ -85,7 +87,7 @@ class SlotIndex {
 
   // Pins each of n slots (distinct) if `do_pin`, stamps it and appends its use; its former last use goes to `old_uses`.
   // Room for the uses must be there: reserve_uses().
-  void use_all(const uint32_t* slots, uint32_t n, uint32_t ordinal, bool do_pin, uint32_t* old_uses);
+  void use_all(const uint32_t* slots, uint32_t n, uint32_t plan, bool do_pin, uint32_t* old_uses);
   // Marks n distinct slots dirty and takes one pin from each.
   void commit_all(const uint32_t* slots, uint32_t n);
 
@@ -93,9 +95,9 @@ class SlotIndex {
   void reserve_uses(uint32_t n) {
     if (end_ + n > uses_.capacity()) compact();
   }
-  void append_use(uint32_t slot, uint32_t ordinal, uint32_t order) {
-    states_[slot].last_use = ordinal;
-    uses_[end_++] = {slot, ordinal, order};
+  void append_use(uint32_t slot, uint32_t plan, uint32_t order) {
+    states_[slot].last_use = plan;
+    uses_[end_++] = {slot, plan, order};
   }
   // Takes back the newest n uses; the caller restores last_use.
   void drop_uses(uint32_t n) { end_ -= n; }
@@ -107,7 +109,7 @@ class SlotIndex {
   void check() const;
 
  private:
-  bool is_valid(const SlotUse& use) const { return states_[use.slot].last_use == use.ordinal; }
+  bool is_valid(const SlotUse& use) const { return states_[use.slot].last_use == use.plan; }
   void compact();
 
   Budget& budget_;

@@ -95,8 +95,9 @@ class TableShard {
   // Unbinds. False: the budget refused.
   bool resize_slots(uint32_t num_slots);
 
-  // MAP. Fills `journal` (cleared by the caller) and slots[i] for every i in `ranges`.
-  Refusal plan(const int64_t* keys, const KeyRanges& ranges, uint32_t ordinal, TableJournal& journal, int64_t* slots);
+  // MAP. Fills `journal` (cleared by the caller) and slots[i] for every i in `ranges`. `plan_number`: see slot_index.h.
+  Refusal plan(const int64_t* keys, const KeyRanges& ranges, uint32_t ordinal, uint32_t plan_number,
+               TableJournal& journal, int64_t* slots);
   // Takes back a plan that succeeded here, exactly, because another table refused the batch.
   void roll_back(TableJournal& journal);
   // More bytes than a plan of n keys can take.
@@ -152,7 +153,7 @@ class TableShard {
   void find_slots(TableJournal& journal);
   bool place_misses(TableJournal& journal, Refusal& refusal);
   bool allocate_chunks_for_victims(TableJournal& journal);
-  void stamp_slots(uint32_t ordinal, TableJournal& journal);
+  void stamp_slots(uint32_t plan_number, TableJournal& journal);
   void write_slots(const KeyRanges& ranges, TableJournal& journal, int64_t* slots);
   void undo_ids(TableJournal& journal);
   void restore_evicted(const TableJournal& journal);
