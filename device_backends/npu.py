@@ -21,6 +21,7 @@ class NpuBackend(AcceleratorBackend):
 
     device_type = "npu"
     collective_backend = "hccl"
+    planner_alias = "cuda"  # TorchRec's planner knows no NPU; memory and speed are accounted as for this device
 
     def unavailable_reason(self) -> str | None:
         """None if an NPU can be used now, else why not and what to do. Imports torch_npu, which teaches torch "npu"."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridrec._compat.planner_device import install_device_wraps, planner_alias
 from hybridrec._compat.torchrec import _fail
 from hybridrec.backend import HOST
 
@@ -28,6 +29,7 @@ def install_planner_wraps() -> None:
     global _installed
     if _installed:
         return
+    install_device_wraps()
     _wrap_storages()
     _wrap_bandwidths()
     _installed = True
@@ -43,6 +45,7 @@ def _wrap_storages() -> None:
     @functools.wraps(inner)
     def calculate_shard_storages(*args: Any, **kwargs: Any) -> Any:
         tiers = getattr(kwargs.get("tensor"), TIERS_ATTRIBUTE, None)
+        kwargs["compute_device"] = planner_alias(kwargs["compute_device"])
         if tiers is None:
             return inner(*args, **kwargs)
         # With a table of one row a rank TorchRec's own figure is inputs, outputs and that row.
@@ -78,6 +81,7 @@ def _wrap_bandwidth_of(module: Any) -> None:
 
     @functools.wraps(inner)
     def kernel_bw_lookup(compute_device: str, compute_kernel: str, *args: Any, **kwargs: Any) -> Any:
+        compute_device = planner_alias(compute_device)
         bandwidth = inner(compute_device, compute_kernel, *args, **kwargs)
         if bandwidth is None and compute_kernel in _BANDWIDTH_SHARE:
             fused = inner(compute_device, "fused", *args, **kwargs)

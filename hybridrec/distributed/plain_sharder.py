@@ -6,13 +6,21 @@ gloo and the sum has the same bits everywhere. Ids are rows, as in TorchRec.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import (
+    Awaitable,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+    ShardMetadata,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hybridrec._compat.torchrec import (
@@ -24,6 +32,7 @@ from hybridrec._compat.torchrec import (
 )
 from hybridrec.backend import HOST
 from hybridrec.distributed.host_env import check_host_env
+from hybridrec.distributed.host_memory import local_world_size
 from hybridrec.distributed.output_dist import RankOrderPooledDist
 
 
@@ -68,13 +77,39 @@ class HybridEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # typ
         return _ShardedPlainCollection(
             self._host_group,
             module,
-            params,
+            _placed_on(params, env, device),
             env,
             fused_params=self.fused_params,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
         )
+
+
+def _placed_on(
+    params: dict[str, ParameterSharding], env: ShardingEnv, device: torch.device | None
+) -> dict[str, ParameterSharding]:
+    """The same plan with placements on the model's device type, so that a plan made for another type serves too.
+
+    TorchRec plans for the host where it does not know the accelerator, and names no index for devices new to it.
+    """
+    if device is None:
+        return params
+
+    def placement(rank: int) -> str:
+        if device == HOST:
+            return f"rank:{rank}/{device.type}"
+        index = device.index if rank == env.rank and device.index is not None else rank % local_world_size()
+        return f"rank:{rank}/{device.type}:{index}"
+
+    placed = {}
+    for name, planned in params.items():
+        spec = planned.sharding_spec
+        if isinstance(spec, EnumerableShardingSpec):
+            shards = [ShardMetadata(s.shard_offsets, s.shard_sizes, placement(s.placement.rank())) for s in spec.shards]
+            planned = dataclasses.replace(planned, sharding_spec=EnumerableShardingSpec(shards))
+        placed[name] = planned
+    return placed
 
 
 class _ShardedPlainCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]

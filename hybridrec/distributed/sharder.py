@@ -30,6 +30,7 @@ from hybridrec.native.protocol import ShardSpec
 from hybridrec.store.row_state_layout import RowStateLayout
 
 logger = logging.getLogger("hybridrec")
+install_planner_wraps()  # at import, so that a Topology may be made before the sharders are
 
 
 class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbeddingBagCollection]):  # type: ignore[misc]
@@ -64,7 +65,6 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         self._host_group = check_host_env(host_env)
         self._host_env = host_env
         self._host_budget_bytes = host_budget_bytes(host_memory_bytes)
-        install_planner_wraps()
 
     @property
     def module_type(self) -> type[HashEmbeddingBagCollection]:
