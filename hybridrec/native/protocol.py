@@ -158,10 +158,19 @@ class ShardGroup(Protocol):
         """int64 [sum L], int64 [sum V], written: the slots, table after table."""
 
     def scatter_victims(self, ordinal: int, staging: object) -> None:
-        """Staging -> store. float32, table after table, V records of D * (1 + M) + A floats."""
+        """Staging -> store. float32, table after table, V records of D * (1 + M) + A floats.
+
+        Before or after ``gather_loads`` of the same batch: no row that comes is one that leaves. The batch is moved
+        when both were called; where V is 0 in all tables, ``gather_loads`` alone is enough and this call, if any, must
+        come before it.
+        """
 
     def gather_loads(self, ordinal: int, staging: object) -> None:
-        """Store or initial rows -> staging. float32, table after table, L records of D * (1 + M) + A floats."""
+        """Store or initial rows -> staging. float32, table after table, L records of D * (1 + M) + A floats.
+
+        From here on the rows count as being in their slots. Called before ``scatter_victims``, the caller has read
+        the victims out of those slots, or will before it writes to them.
+        """
 
     def commit(self, ordinal: int) -> None:
         """The rows were updated: slots become dirty, pins are released. Journals become final in batch order."""
@@ -173,7 +182,9 @@ class ShardGroup(Protocol):
         The newest ordinal ever given is given back: the next plan gets it again. So batches undone newest first and
         planned again get the same ordinals, scores, row numbers and evictions as if that had not happened; only where
         rows are may differ. An older batch that is undone leaves a gap.
-        Legal only after ``swap`` of that batch, or for a batch whose swap never began (then loads are dropped too).
+        Legal for a batch that was moved, and for the newest one as long as ``gather_loads`` was not called (then its
+        rows lose their slots). Between ``gather_loads`` and ``scatter_victims`` the only copy of the victims' rows is
+        the caller's: ``undo`` is refused until they were written back.
         """
 
     def read_plan(

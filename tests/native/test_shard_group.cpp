@@ -275,8 +275,13 @@ class Harness {
         out.insert(out.end(), record.begin(), record.end());
       }
     }
-    if (num_victims != 0) group_.scatter_victims(ordinal, out.data());
+    const bool gather_first = random_.below(2) == 0;
+    if (num_victims != 0 && !gather_first) group_.scatter_victims(ordinal, out.data());
     group_.gather_loads(ordinal, in.data());
+    if (num_victims != 0 && gather_first) {
+      CHECK_THROWS(group_.undo(ordinal), StateError);
+      group_.scatter_victims(ordinal, out.data());
+    }
     for (size_t t = 0, l = 0; t < tables_.size(); ++t) {
       for (int64_t i = 0; i < counts[2 * t]; ++i, ++l) {
         const auto begin = in.begin() + static_cast<ptrdiff_t>(l * kRecord);

@@ -84,6 +84,7 @@ class System:
     def __init__(self, name: str, group: ShardGroup, specs: list[ShardSpec]) -> None:
         self.name, self.group, self.specs = name, group, specs
         self.slots = [Slots(spec, spec.num_slots) for spec in specs]
+        self.leaving: dict[int, torch.Tensor] = {}  # ordinal -> records of victims that the group does not have yet
         self.bind()
 
     def bind(self) -> None:
@@ -113,11 +114,13 @@ class System:
         return list(loads.split([c[0] for c in counts])), list(victims.split([c[1] for c in counts]))
 
     def scatter(self, ordinal: int, plan: Plan) -> None:
-        _, victims = self.staged(ordinal, plan)
-        parts = [slots.read(v).reshape(-1) for slots, v in zip(self.slots, victims, strict=True)]
-        self.group.scatter_victims(ordinal, torch.cat(parts))
+        """Victims that were in their slots until now, or were read out of them by `gather`."""
+        victims = self.leaving.pop(ordinal, None)
+        self.group.scatter_victims(ordinal, self._victims(ordinal, plan) if victims is None else victims)
 
-    def gather(self, ordinal: int, plan: Plan) -> None:
+    def gather(self, ordinal: int, plan: Plan, *, victims_are_left: bool) -> None:
+        if not victims_are_left:
+            self.leaving[ordinal] = self._victims(ordinal, plan)
         loads, _ = self.staged(ordinal, plan)
         widths = [sum(c.shape[1] for c in slots.columns()) for slots in self.slots]
         sizes = [len(part) * width for part, width in zip(loads, widths, strict=True)]
@@ -125,6 +128,10 @@ class System:
         self.group.gather_loads(ordinal, staging)
         for slots, part, records, width in zip(self.slots, loads, staging.split(sizes), widths, strict=True):
             slots.write(part, records.view(-1, width))
+
+    def _victims(self, ordinal: int, plan: Plan) -> torch.Tensor:
+        _, victims = self.staged(ordinal, plan)
+        return torch.cat([slots.read(v).reshape(-1) for slots, v in zip(self.slots, victims, strict=True)])
 
 
 class Driver:
@@ -159,25 +166,33 @@ class Driver:
         return expected
 
     def swap(self, ordinal: int) -> None:
-        self._step("swap", ordinal, is_legal=self.model.can_move(ordinal))
+        self._step("swap", ordinal, is_legal=self.model.can_swap(ordinal))
 
-    def swap_staged(self, ordinal: int, *, is_undone_halfway: bool = False) -> None:
-        """The way of a device that is not host memory: scatter what leaves, gather what comes."""
-        if not self.model.can_move(ordinal):
+    def swap_staged(self, ordinal: int, *, gather_first: bool = False) -> None:
+        """The way of a device that is not host memory: scatter what leaves, gather what comes, in either order."""
+        halves = [self.gather, self.scatter] if gather_first else [self.scatter, self.gather]
+        for half in halves:
+            half(ordinal)
+
+    def scatter(self, ordinal: int) -> None:
+        self._move_half("scatter_victims", ordinal, self.model.can_scatter(ordinal))
+
+    def gather(self, ordinal: int) -> None:
+        self._move_half("gather_loads", ordinal, self.model.can_gather(ordinal))
+
+    def _move_half(self, call: str, ordinal: int, is_legal: bool) -> None:
+        if self.model.has_no_moves(ordinal):
             return
-        plan = self.plans[ordinal]
-        if plan.num_write_backs:
-            for system in self.systems:
-                self._call(system, "gather_loads", ordinal, torch.empty(1000), is_legal=False)
-                self._guard(system, lambda s: s.scatter(ordinal, plan))
-                self._call(system, "swap", ordinal, is_legal=False)
-            self.model.scattered(ordinal)
-        if is_undone_halfway:
-            self.undo(ordinal)
-            return
+        victims_are_left = ordinal in self.model.is_scattered
         for system in self.systems:
-            self._guard(system, lambda s: s.gather(ordinal, plan))
-        self.model.moved(ordinal)
+            if not is_legal:
+                self._call(system, call, ordinal, torch.empty(1000), is_legal=False)
+            elif call == "scatter_victims":
+                self._guard(system, lambda s: s.scatter(ordinal, self.plans[ordinal]))
+            else:
+                self._guard(system, lambda s: s.gather(ordinal, self.plans[ordinal], victims_are_left=victims_are_left))
+        if is_legal:
+            {"scatter_victims": self.model.scattered, "gather_loads": self.model.gathered}[call](ordinal)
         self.check()
 
     def commit(self, ordinal: int) -> None:
@@ -232,7 +247,7 @@ class Driver:
         for system in self.systems:
             self._call(system, call, ordinal, is_legal=is_legal)
         if is_legal:
-            {"swap": self.model.moved, "commit": self.model.commit, "undo": self.model.undo}[call](ordinal)
+            {"swap": self.model.swapped, "commit": self.model.commit, "undo": self.model.undo}[call](ordinal)
         self.check()
 
     def _train(self, ordinal: int) -> None:
@@ -352,11 +367,15 @@ def random_operation(driver: Driver, rng: random.Random, num_ids: int) -> None:
         longest = 8 if rng.random() < 0.05 else 2
         driver.plan(random_batch(rng, num_ids=num_ids, longest=longest))
     elif draw < 0.6 and unmoved:
-        if rng.random() < 0.5:
+        draw = rng.random()
+        if draw < 0.4:
             driver.swap(unmoved[0])
+        elif draw < 0.6:
+            driver.swap_staged(unmoved[0], gather_first=rng.random() < 0.5)
         else:
-            is_newest = unmoved[0] == model.open_ordinals()[-1]
-            driver.swap_staged(unmoved[0], is_undone_halfway=is_newest and rng.random() < 0.2)
+            rng.choice([driver.scatter, driver.gather])(unmoved[0])
+            if rng.random() < 0.1:
+                driver.undo(unmoved[0])
     elif draw < 0.82 and in_flight:
         driver.commit(in_flight[0] if rng.random() < 0.8 else some)
     elif draw < 0.9:
@@ -368,7 +387,7 @@ def random_operation(driver: Driver, rng: random.Random, num_ids: int) -> None:
     elif draw < 0.972 and max(len(s.slots[0].weights) for s in driver.systems) < 9:
         driver.resize(rng.randrange(2), rng.randint(0, 2))
     elif draw > 0.98 and unmoved:
-        driver.swap(rng.choice(unmoved))
+        rng.choice([driver.swap, driver.scatter, driver.gather])(rng.choice(unmoved))
 
 
 def all_cores() -> dict[str, Callable[[list[ShardSpec]], ShardGroup]]:

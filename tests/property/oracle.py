@@ -182,7 +182,7 @@ class TableModel:
     def batch(self, ordinal: int) -> ModelBatch:
         return next(b for b in self.open if b.ordinal == ordinal)
 
-    def moved(self, ordinal: int) -> None:
+    def gathered(self, ordinal: int) -> None:
         for move in self.batch(ordinal).moves:
             if move.is_new:
                 self.dirty.add(move.row)
@@ -263,6 +263,7 @@ class GroupModel:
         self.ordinal = 0
         self.is_moved: dict[int, bool] = {}  # of open batches
         self.is_scattered: set[int] = set()
+        self.is_gathered: set[int] = set()
 
     def plan(self, keys: list[list[int]]) -> tuple[Plan, list[list[int]]]:
         """The plan, and per table the slot of every key."""
@@ -298,12 +299,25 @@ class GroupModel:
         earlier = [o for o in self.open_ordinals() if o < ordinal]
         return ordinal in self.in_flight() and not self.is_moved[ordinal] and all(self.is_moved[o] for o in earlier)
 
+    def can_scatter(self, ordinal: int) -> bool:
+        return self.can_move(ordinal) and ordinal not in self.is_scattered
+
+    def can_gather(self, ordinal: int) -> bool:
+        return self.can_move(ordinal) and ordinal not in self.is_gathered
+
+    def can_swap(self, ordinal: int) -> bool:
+        return self.can_scatter(ordinal) and self.can_gather(ordinal)
+
     def can_commit(self, ordinal: int) -> bool:
         return ordinal in self.in_flight() and all(self.is_moved[o] for o in self.open_ordinals() if o <= ordinal)
 
     def can_undo(self, ordinal: int) -> bool:
         is_newest = ordinal == max(self.open_ordinals(), default=0)
-        return ordinal in self.in_flight() and (self.is_moved[ordinal] or is_newest)
+        can_come_back = is_newest and ordinal not in self.is_gathered
+        return ordinal in self.in_flight() and (self.is_moved[ordinal] or can_come_back)
+
+    def has_no_moves(self, ordinal: int) -> bool:
+        return ordinal in self.open_ordinals() and not any(table.batch(ordinal).moves for table in self.tables)
 
     def can_read(self) -> bool:
         return all(self.is_moved[o] for o in self.open_ordinals())
@@ -312,13 +326,22 @@ class GroupModel:
         self.is_scattered.add(ordinal)
         for table in self.tables:
             table.scattered(ordinal)
+        self.is_moved[ordinal] = ordinal in self.is_gathered
 
-    def moved(self, ordinal: int) -> None:
-        if ordinal not in self.is_scattered:
-            self.scattered(ordinal)
-        self.is_moved[ordinal] = True
+    def gathered(self, ordinal: int) -> None:
+        self.is_gathered.add(ordinal)
         for table in self.tables:
-            table.moved(ordinal)
+            table.gathered(ordinal)
+        if ordinal not in self.is_scattered and not self.num_write_backs(ordinal):
+            self.scattered(ordinal)
+        self.is_moved[ordinal] = ordinal in self.is_scattered
+
+    def swapped(self, ordinal: int) -> None:
+        self.scattered(ordinal)
+        self.gathered(ordinal)
+
+    def num_write_backs(self, ordinal: int) -> int:
+        return sum(move.was_dirty for table in self.tables for move in table.batch(ordinal).moves)
 
     def commit(self, ordinal: int) -> None:
         for table in self.tables:
@@ -329,5 +352,6 @@ class GroupModel:
             table.undo(ordinal, is_moved=self.is_moved[ordinal], is_scattered=ordinal in self.is_scattered)
         del self.is_moved[ordinal]
         self.is_scattered.discard(ordinal)
+        self.is_gathered.discard(ordinal)
         if ordinal == self.ordinal:
             self.ordinal -= 1

@@ -37,11 +37,11 @@ class ShardGroupMachine(RuleBasedStateMachine):
             self.driver.commit(self.driver.plan([[], [], []]).ordinal)
 
     @precondition(lambda self: self.driver.model.in_flight())
-    @rule(data=st.data(), call=st.sampled_from(["swap", "swap", "swap_staged", "commit", "commit", "undo"]))
+    @rule(data=st.data(), call=st.sampled_from(["swap", "swap", "scatter", "gather", "commit", "commit", "undo"]))
     def step(self, data: st.DataObject, call: str) -> None:
         model = self.driver.model
         unmoved = [o for o in model.in_flight() if not model.is_moved[o]]
-        if call.startswith("swap") and not unmoved:
+        if call == "swap" and not unmoved:
             return
         # Any batch, legal or not: an illegal call must be refused and change nothing.
         getattr(self.driver, call)(data.draw(st.sampled_from(unmoved if call == "swap" else model.in_flight())))
@@ -279,6 +279,54 @@ def test_how_often_batches_were_undone_changes_no_row_score_or_eviction(policy: 
     assert counters[0].evicted == counters[1].evicted
     assert (counters[0].evicted > 0) == (policy == "evict")
     assert restless.model.tables[0].num_plans > quiet.model.ordinal == restless.model.ordinal
+
+
+def test_rows_may_come_before_the_victims_are_written_back() -> None:
+    driver = _start(slots=(2, 4))
+    _train(driver, [[1, 2], [], []])
+    _train(driver, [[3], [], []])  # 1 is in the store, 2 and 3 in the slots
+    plan = driver.plan([[1, 4], [], []])
+    assert (plan.num_loads, plan.num_inits, plan.num_write_backs) == (1, 1, 2)
+    driver.plan([[1], [], []])
+    driver.gather(3)
+    for call in (driver.gather, driver.swap, driver.commit, driver.undo):
+        call(3)  # refused
+    driver.commit(4)  # refused: it waits for 3
+    driver.flush()  # refused
+    driver.read([[1, 2, 3, 4], [], []])  # refused
+    assert not driver.model.is_moved[3]
+    driver.scatter(3)
+    driver.scatter(3)  # refused
+    assert driver.model.is_moved[3]
+    driver.read([[1, 2, 3, 4], [], []])
+    driver.undo(3)
+    driver.commit(4)
+    driver.read([[1, 2, 3, 4], [], []])
+    driver.flush()
+
+
+def test_a_batch_that_writes_nothing_back_is_moved_when_its_rows_have_come() -> None:
+    driver = _start(slots=(2, 4))
+    assert driver.plan([[1, 2], [], []]).num_write_backs == 0
+    driver.gather(1)
+    assert driver.model.is_moved[1]
+    driver.commit(1)
+    driver.flush()
+    plan = driver.plan([[3, 4], [], []])
+    assert (plan.num_victims, plan.num_write_backs) == (2, 0)
+    driver.gather(2)
+    driver.commit(2)
+    assert driver.model.tables[0].counters()["victims"] == 2
+
+
+def test_a_batch_whose_victims_only_have_left_can_be_undone() -> None:
+    driver = _start(slots=(2, 4))
+    _train(driver, [[1, 2], [], []])
+    driver.plan([[3, 4], [], []])
+    driver.scatter(2)
+    driver.undo(2)
+    driver.read([[1, 2, 3], [], []])
+    assert [slot for _, _, _, slot, _ in driver.model.tables[0].entries()] == [-1, -1]
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 31, 32, 33, 4095, 4096, 4097])

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from hybridrec.errors import StateError
 from hybridrec.native import ShardGroup
 from hybridrec.native.reference.id_map import IdMap
+from hybridrec.native.reference.journal import BatchJournal
+from hybridrec.native.reference.open_batches import OpenBatches
 from hybridrec.native.reference.shard_group import ShardGroup as ReferenceGroup
 from hybridrec.native.reference.slot_index import SlotIndex
 from hybridrec.native.reference.table_shard import TableShard
@@ -141,8 +144,8 @@ def allow_a_commit_before_the_swap(patch: pytest.MonkeyPatch) -> None:
     original = ReferenceGroup.commit
 
     def commit(self: ReferenceGroup, ordinal: int) -> None:
-        for batch in self._open.values():
-            batch.is_moved = True
+        for batch in self._open:
+            batch.is_scattered = batch.is_gathered = True
         original(self, ordinal)
 
     patch.setattr(ReferenceGroup, "commit", commit)
@@ -184,6 +187,34 @@ def order_slots_by_an_ordinal_that_is_given_again(patch: pytest.MonkeyPatch) -> 
     patch.setattr(TableShard, "apply", apply)
 
 
+@mutant
+def count_a_gathered_batch_as_moved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BatchJournal, "is_moved", property(lambda self: not self.has_moves or self.is_gathered))
+
+
+@mutant
+def undo_while_victims_are_on_their_way(patch: pytest.MonkeyPatch) -> None:
+    def to_undo(self: OpenBatches, ordinal: int) -> Any:
+        batch = self.in_flight(ordinal, "undo")
+        later = [b for b in self if b.ordinal > ordinal]
+        if later and not batch.is_moved:
+            raise StateError("undo the newest first")
+        return batch, later
+
+    patch.setattr(OpenBatches, "to_undo", to_undo)
+
+
+@mutant
+def lose_victims_that_are_scattered_last(patch: pytest.MonkeyPatch) -> None:
+    original = ReferenceGroup.scatter_victims
+
+    def scatter_victims(self: ReferenceGroup, ordinal: int, staging: Any) -> None:
+        is_last = any(batch.is_gathered and batch.ordinal == ordinal for batch in self._open)
+        original(self, ordinal, staging * 0 if is_last else staging)
+
+    patch.setattr(ReferenceGroup, "scatter_victims", scatter_victims)
+
+
 def _walk() -> None:
     for policy in ("evict", "grow"):
         for seed in range(4):
@@ -200,4 +231,4 @@ def test_the_model_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_model_finds_nothing_in_what_is_right() -> None:
     _walk()
-    assert len(MUTANTS) >= 16
+    assert len(MUTANTS) >= 19

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -49,8 +49,8 @@ class BatchJournal:
     tables: list[TableJournal]
     is_scattered: bool = False
     """Dirty victims are in the store."""
-    is_moved: bool = field(init=False)
-    """Every row is where the plan says."""
+    is_gathered: bool = False
+    """Loads and new rows are in their slots."""
     is_committed: bool = False
 
     @property
@@ -58,5 +58,7 @@ class BatchJournal:
         """Whether any row comes into a slot."""
         return any(journal.moves for journal in self.tables)
 
-    def __post_init__(self) -> None:
-        self.is_moved = not self.has_moves
+    @property
+    def is_moved(self) -> bool:
+        """Every row is where the plan says."""
+        return not self.has_moves or (self.is_scattered and self.is_gathered)

@@ -1,8 +1,4 @@
-"""`ShardGroup`: the shards of one collection, and the batches in flight. See ``protocol.ShardGroup`` for each call.
-
-Batches are *open* from plan until they are undone, or committed together with all earlier ones. Rows move in batch
-order; a batch may be undone while a later one is open only if its own rows have moved.
-"""
+"""`ShardGroup`: the shards of one collection, and what each batch does to them. See ``protocol`` for each call."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from numpy.typing import NDArray
 from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.native.protocol import Counters, Plan, PlanStatus, ShardSpec
 from hybridrec.native.reference.journal import BatchJournal
+from hybridrec.native.reference.open_batches import OpenBatches
 from hybridrec.native.reference.table_shard import Decision, Records, Refusal, SlotMemory, TableShard
 
 Int64s = NDArray[np.int64]
@@ -35,7 +32,7 @@ class ShardGroup:
         """
         self._tables = [TableShard(spec) for spec in specs]
         self._budget = host_budget_bytes
-        self._open: dict[int, BatchJournal] = {}  # by ordinal, ascending
+        self._open = OpenBatches()
         self._last_ordinal = 0
         self._num_plans = 0  # that succeeded, undone ones included
         self._reads: dict[int, list[list[int]]] = {}  # handle -> unique keys of every table
@@ -82,7 +79,7 @@ class ShardGroup:
             ]
             self._last_ordinal = ordinal
             self._num_plans += 1
-            self._open[ordinal] = BatchJournal(ordinal, journals)
+            self._open.add(BatchJournal(ordinal, journals))
             for (positions, table_keys), decision in zip(occurrences, decisions, strict=True):
                 slots[positions] = [decision.slot_of_key[key] for key in table_keys]
             moves = [move for decision in decisions for move in decision.moves]
@@ -128,10 +125,11 @@ class ShardGroup:
 
     def swap(self, ordinal: int) -> None:
         with self._lock:
-            batch = self._to_move(ordinal, "swap")
-            if batch.is_scattered:
+            batch = self._open.to_move(ordinal, "swap")
+            if batch.is_scattered or batch.is_gathered:
+                due = "gather_loads" if batch.is_scattered else "scatter_victims"
                 raise StateError(
-                    f"batch {ordinal}: swap() after scatter_victims(); gather_loads() is due. Nothing changed."
+                    f"batch {ordinal}: swap() of rows half of which moved; {due}() is due. Nothing changed."
                 )
             work = [
                 (shard, journal, self._bound(shard, "swap"))
@@ -146,18 +144,18 @@ class ShardGroup:
 
     def swap_counts(self, ordinal: int, counts: Int64s) -> None:
         with self._lock:
-            batch = self._batch(ordinal, "swap_counts")
+            batch = self._open.in_flight(ordinal, "swap_counts")
             counts[...] = [(len(journal.moves), len(journal.write_backs)) for journal in batch.tables]
 
     def swap_slots(self, ordinal: int, load_slots: Int64s, victim_slots: Int64s) -> None:
         with self._lock:
-            batch = self._batch(ordinal, "swap_slots")
+            batch = self._open.in_flight(ordinal, "swap_slots")
             load_slots[...] = [move.slot for journal in batch.tables for move in journal.moves]
             victim_slots[...] = [move.slot for journal in batch.tables for move in journal.write_backs]
 
     def scatter_victims(self, ordinal: int, staging: NDArray[np.float32]) -> None:
         with self._lock:
-            batch = self._to_move(ordinal, "scatter_victims")
+            batch = self._open.to_move(ordinal, "scatter_victims")
             if batch.is_scattered:
                 raise StateError(f"batch {ordinal}: a second scatter_victims(). Nothing changed.")
             parts = self._records(staging, [len(journal.write_backs) for journal in batch.tables])
@@ -168,18 +166,15 @@ class ShardGroup:
 
     def gather_loads(self, ordinal: int, staging: NDArray[np.float32]) -> None:
         with self._lock:
-            batch = self._to_move(ordinal, "gather_loads")
-            if not batch.is_scattered and any(journal.write_backs for journal in batch.tables):
-                raise StateError(
-                    f"batch {ordinal}: gather_loads() before scatter_victims() could load rows that are still to be "
-                    "written back. Nothing changed."
-                )
+            batch = self._open.to_move(ordinal, "gather_loads")
+            if batch.is_gathered:
+                raise StateError(f"batch {ordinal}: a second gather_loads(). Nothing changed.")
             parts = self._records(staging, [len(journal.moves) for journal in batch.tables])
             for shard, journal, records in zip(self._tables, batch.tables, parts, strict=True):
                 records[...] = shard.incoming(journal)
-            if not batch.is_scattered:
-                self._victims_left(batch)
             self._loads_arrived(batch)
+            if not batch.is_scattered and not any(journal.write_backs for journal in batch.tables):
+                self._victims_left(batch)
 
     def _records(self, staging: NDArray[np.float32], counts: Sequence[int]) -> Iterator[Records]:
         """The part of a staging buffer that each table has, as records."""
@@ -199,18 +194,13 @@ class ShardGroup:
     def _loads_arrived(self, batch: BatchJournal) -> None:
         for shard, journal in zip(self._tables, batch.tables, strict=True):
             shard.loads_arrived(journal)
-        batch.is_moved = True
+        batch.is_gathered = batch.has_moves
 
     # ---- COMMIT and undo -----------------------------------------------------------------------------------------
 
     def commit(self, ordinal: int) -> None:
         with self._lock:
-            batch = self._batch(ordinal, "commit")
-            for earlier in self._open.values():
-                if earlier.ordinal <= ordinal and not earlier.is_moved:
-                    raise StateError(
-                        f"batch {ordinal}: commit() before the swap of batch {earlier.ordinal}. Nothing changed."
-                    )
+            batch = self._open.to_commit(ordinal)
             for shard, journal in zip(self._tables, batch.tables, strict=True):
                 shard.commit(journal)
             batch.is_committed = True
@@ -218,29 +208,21 @@ class ShardGroup:
 
     def undo(self, ordinal: int) -> None:
         with self._lock:
-            batch = self._batch(ordinal, "undo")
-            later = [b for o, b in self._open.items() if o > ordinal]
-            if later and not batch.is_moved:
-                raise StateError(
-                    f"batch {ordinal}: undo() before its swap while batch {later[-1].ordinal} was planned on top of "
-                    "it. Undo the newest batch first. Nothing changed."
-                )
+            batch, later = self._open.to_undo(ordinal)
             for t, (shard, journal) in enumerate(zip(self._tables, batch.tables, strict=True)):
                 shard.unpin(journal)
                 if not batch.is_moved:
                     shard.undo_moves(journal, is_scattered=batch.is_scattered)
                 shard.undo(journal, [(b.tables[t], b.is_committed) for b in later])
-            del self._open[ordinal]
+            self._open.remove(batch)
             if ordinal == self._last_ordinal:
                 self._last_ordinal -= 1
             self._finalize()
 
     def _finalize(self) -> None:
-        """Close the committed batches that no batch in flight precedes."""
-        while self._open and (oldest := next(iter(self._open.values()))).is_committed:
-            for shard, journal in zip(self._tables, oldest.tables, strict=True):
+        for batch in self._open.take_final():
+            for shard, journal in zip(self._tables, batch.tables, strict=True):
                 shard.finalize(journal)
-            del self._open[oldest.ordinal]
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -288,7 +270,7 @@ class ShardGroup:
 
     def flush(self) -> None:
         with self._lock:
-            self._require_all_moved("flush")
+            self._open.require_all_moved("flush")
             dirty = [shard.slots.dirty_slots() for shard in self._tables]
             rows = [[shard.slots[s].row for s in slots] for shard, slots in zip(self._tables, dirty, strict=True)]
             pairs = list(zip(self._tables, rows, strict=True))
@@ -320,7 +302,7 @@ class ShardGroup:
 
     def read_records(self, table: int, rows: NDArray[np.uint32]) -> Records:
         with self._lock:
-            self._require_all_moved("read_records")
+            self._open.require_all_moved("read_records")
             shard = self._tables[table]
             live = set(shard.ids.live_rows())
             records = np.empty((len(rows), shard.record_floats), dtype=np.float32)
@@ -356,38 +338,10 @@ class ShardGroup:
                 host_bytes=shard.host_bytes,
             )
 
-    # ---- what is legal -------------------------------------------------------------------------------------------
-
-    def _batch(self, ordinal: int, call: str) -> BatchJournal:
-        batch = self._open.get(ordinal)
-        if batch is None or batch.is_committed:
-            raise StateError(
-                f"batch {ordinal}: {call}() is legal only for a batch in flight; this one was never planned, or it is "
-                "committed or undone. Nothing changed."
-            )
-        return batch
-
-    def _to_move(self, ordinal: int, call: str) -> BatchJournal:
-        batch = self._batch(ordinal, call)
-        if batch.is_moved and batch.has_moves:
-            raise StateError(f"batch {ordinal}: {call}() after its rows were moved. Nothing changed.")
-        for earlier in self._open.values():
-            if earlier.ordinal < ordinal and not earlier.is_moved:
-                raise StateError(
-                    f"batch {ordinal}: {call}() before the swap of batch {earlier.ordinal}. Nothing changed."
-                )
-        return batch
-
-    def _require_all_moved(self, call: str) -> None:
-        for batch in self._open.values():
-            if not batch.is_moved:
-                raise StateError(
-                    f"{call}() while the rows of batch {batch.ordinal} are still to be moved. Call swap() or undo() "
-                    "for it first. Nothing changed."
-                )
+    # ---- inside --------------------------------------------------------------------------------------------------------
 
     def _read(self, handle: int, call: str) -> list[list[int]]:
-        self._require_all_moved(call)
+        self._open.require_all_moved(call)
         uniques = self._reads.get(handle)
         if uniques is None:
             raise StateError(f"{call}(): the read plan {handle} has ended or never was. Make one with read_plan().")

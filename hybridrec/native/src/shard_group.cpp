@@ -219,7 +219,7 @@ void ShardGroup::swap(uint64_t ordinal) {
   std::lock_guard lock(mutex_);
   Batch& batch = batch_to_move(ordinal, "swap");
   if (!batch.has_moves) return;
-  if (batch.state != State::kPlanned) throw StateError(batch_name("swap", ordinal) + " was moved already.");
+  if (batch.state != State::kPlanned) throw StateError(batch_name("swap", ordinal) + " was moved already, or half of it.");
   require_bound(&batch, "swap");
   threads_.for_each(tables_.size(), [&](size_t t) {
     TableJournal& journal = batch.tables[t];
@@ -267,33 +267,35 @@ void ShardGroup::scatter_victims(uint64_t ordinal, const float* staging) {
   std::lock_guard lock(mutex_);
   Batch& batch = batch_to_move(ordinal, "scatter_victims");
   if (!batch.has_moves) return;
-  if (batch.state != State::kPlanned) throw StateError(batch_name("scatter_victims", ordinal) + " was moved already.");
+  if (batch.state != State::kPlanned && batch.state != State::kGathered) {
+    throw StateError(batch_name("scatter_victims", ordinal) + " was moved already.");
+  }
   const auto offsets = staging_offsets(batch, /*of_victims=*/true);
   threads_.for_each(tables_.size(), [&](size_t t) {
     tables_[t]->scatter_victims(batch.tables[t], staging + offsets[t]);
     tables_[t]->count_victims(batch.tables[t]);
   });
-  batch.state = State::kScattered;
+  batch.state = batch.state == State::kGathered ? State::kMoved : State::kScattered;
 }
 
 void ShardGroup::gather_loads(uint64_t ordinal, float* staging) {
   std::lock_guard lock(mutex_);
   Batch& batch = batch_to_move(ordinal, "gather_loads");
   if (!batch.has_moves) return;
+  if (batch.state != State::kPlanned && batch.state != State::kScattered) {
+    throw StateError(batch_name("gather_loads", ordinal) + " was moved already.");
+  }
+  // Rows that come are none of those that leave: which half goes first changes nothing.
   uint64_t write_backs = 0;
   for (const TableJournal& journal : batch.tables) write_backs += journal.write_backs;
-  if (batch.state == State::kPlanned && write_backs != 0) {
-    throw StateError(batch_name("gather_loads", ordinal) + " has victims that were not written back: scatter_victims() first.");
-  }
-  if (batch.state == State::kMoved) throw StateError(batch_name("gather_loads", ordinal) + " was moved already.");
   const bool have_victims_left = batch.state == State::kScattered;
   const auto offsets = staging_offsets(batch, /*of_victims=*/false);
   threads_.for_each(tables_.size(), [&](size_t t) {
     tables_[t]->gather_loads(batch.tables[t], staging + offsets[t]);
-    if (!have_victims_left) tables_[t]->count_victims(batch.tables[t]);
     tables_[t]->count_loads(batch.tables[t]);
+    if (!have_victims_left && write_backs == 0) tables_[t]->count_victims(batch.tables[t]);
   });
-  batch.state = State::kMoved;
+  batch.state = have_victims_left || write_backs == 0 ? State::kMoved : State::kGathered;
 }
 
 void ShardGroup::finalize_front() {
@@ -326,6 +328,10 @@ void ShardGroup::undo(uint64_t ordinal) {
   const auto found = find_batch(ordinal, "undo");
   Batch& batch = **found;
   const bool is_moved = batch.state == State::kMoved;
+  if (batch.state == State::kGathered) {
+    throw StateError(batch_name("undo", ordinal) +
+                     "'s victims were not written back and its rows are in their slots already: scatter_victims() first.");
+  }
   if (!is_moved && found + 1 != batches_.end()) {
     throw StateError(batch_name("undo", ordinal) + "'s rows were never moved and batch " +
                      std::to_string((*(found + 1))->ordinal) +

@@ -78,7 +78,8 @@ class ShardGroup {
   void check();
 
  private:
-  enum class State { kPlanned, kScattered, kMoved, kCommitted };
+  // Scattered: victims are in the store; gathered: rows are in their slots; moved: both.
+  enum class State { kPlanned, kScattered, kGathered, kMoved, kCommitted };
   struct Batch {
     uint32_t ordinal = 0;
     State state = State::kPlanned;
