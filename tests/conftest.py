@@ -9,9 +9,10 @@ import hypothesis
 import pytest
 import torch
 
-from tests.ranks import RankPool, RankPools
+from tests.ranks import RankKind, RankPool, RankPools
 
 MAX_WORLD_SIZE = 4
+MAX_NPU_WORLD_SIZE = 2
 
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
@@ -69,3 +70,16 @@ def pool_3(pools: RankPools) -> RankPool:
 def pool_4(pools: RankPools) -> RankPool:
     """Four ranks."""
     return pools[4]
+
+
+@pytest.fixture(scope="session")
+def npu_pools() -> Iterator[RankPools]:
+    """World size 1, 2 -> a pool whose ranks have the simulated NPU; a job that leaves a hazard behind fails."""
+    kind = RankKind(
+        backend="cpu:gloo,npu:hccl",
+        prepare="tests.simnpu.install:install",
+        check="tests.simnpu.memory:check_no_hazards",
+    )
+    pools = RankPools(MAX_NPU_WORLD_SIZE, kind)
+    yield pools
+    pools.close()

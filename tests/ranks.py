@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -91,12 +92,25 @@ class _Rank:
     """Where the rank writes its threads' stacks on SIGUSR1."""
 
 
-class RankPool:
-    """W processes in one gloo group. They start with the first job and stay until `close`."""
+@dataclass(frozen=True, kw_only=True)
+class RankKind:
+    """What the ranks of a pool are. Functions are given as "module:name": they need not be there in the parent."""
 
-    def __init__(self, world_size: int) -> None:
-        """Nothing is started yet."""
+    backend: str = "gloo"
+    """Of the default process group."""
+    prepare: str = ""
+    """A function that a rank calls before it joins the group, and before any job imports anything."""
+    check: str = ""
+    """A function that a rank calls after every job that succeeded; what it raises fails the job."""
+
+
+class RankPool:
+    """W processes in one process group. They start with the first job and stay until `close`."""
+
+    def __init__(self, world_size: int, kind: RankKind | None = None) -> None:
+        """Nothing is started yet. Without a ``kind``: plain processes, joined by gloo."""
         self.world_size = world_size
+        self._kind = kind or RankKind()
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -166,7 +180,7 @@ class RankPool:
             stacks = Path(self._directory.name) / f"rank_{rank}.txt"
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, self.world_size, store.port, str(stacks)),
+                args=(theirs, rank, self.world_size, store.port, str(stacks), self._kind),
                 name=f"rank {rank} of {self.world_size}",
                 daemon=True,
             )
@@ -227,9 +241,9 @@ class RankPool:
 class RankPools(Mapping[int, RankPool]):
     """World size -> pool, each made when first asked for."""
 
-    def __init__(self, max_world_size: int) -> None:
+    def __init__(self, max_world_size: int, kind: RankKind | None = None) -> None:
         """World sizes 1 to ``max_world_size``; nothing is started."""
-        self._pools = {world_size: RankPool(world_size) for world_size in range(1, max_world_size + 1)}
+        self._pools = {world_size: RankPool(world_size, kind) for world_size in range(1, max_world_size + 1)}
 
     def __getitem__(self, world_size: int) -> RankPool:
         """The pool of that world size."""
@@ -249,38 +263,48 @@ class RankPools(Mapping[int, RankPool]):
             pool.close()
 
 
-def _serve(connection: Connection, rank: int, world_size: int, port: int, stacks: str) -> None:
+def _serve(connection: Connection, rank: int, world_size: int, port: int, stacks: str, kind: RankKind) -> None:
     """A rank's whole life. It ends by ``os._exit``: gloo's threads may abort an interpreter that shuts down."""
     stacks_file = open(stacks, "w")  # stays open as long as the process
     faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of this process; the ranks of a pool are on one machine
     torch.set_num_threads(1)
     try:
+        _call(kind.prepare)
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
         timeout = timedelta(seconds=ORPHAN_SECONDS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(kind.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except Exception as error:
         connection.send_bytes(_encode(_Outcome(error=error, trace=traceback.format_exc())))
         os._exit(1)
     connection.send_bytes(_encode(_Outcome()))
     try:
         while payload := connection.recv_bytes():
-            connection.send_bytes(_encode(_perform(payload)))
+            connection.send_bytes(_encode(_perform(payload, kind)))
     except EOFError:  # the parent is gone
         os._exit(1)
     dist.barrier()
     os._exit(0)
 
 
-def _perform(payload: bytes) -> _Outcome:
+def _perform(payload: bytes, kind: RankKind) -> _Outcome:
     """One job."""
     random.seed(0)
     torch.manual_seed(0)
     try:
         fn, args, kwargs = pickle.loads(payload)
-        return _Outcome(value=fn(*args, **kwargs))
+        value = fn(*args, **kwargs)
+        _call(kind.check)
+        return _Outcome(value=value)
     except BaseException as error:  # includes pytest's own outcomes, which are no Exceptions
         return _Outcome(error=error, trace=traceback.format_exc())
+
+
+def _call(path: str) -> None:
+    """Call the function "module:name"; an empty path calls nothing."""
+    if path:
+        module, _, name = path.partition(":")
+        getattr(importlib.import_module(module), name)()
 
 
 def _encode(outcome: _Outcome) -> bytes:
