@@ -55,6 +55,10 @@ class AcceleratorBackend(abc.ABC):
         event.record(stream)
         return event
 
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """``tensor``'s memory is given to nobody before what ``stream`` was given so far is done."""
+        tensor.record_stream(stream)
+
     def use_device(self, device: torch.device) -> None:
         """Make it this thread's current device."""
         self._module().set_device(device)

@@ -56,6 +56,9 @@ class CpuBackend:
         """An event that has passed."""
         return torch.cpu.Event()
 
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """Nothing uses it later."""
+
     def use_device(self, device: torch.device) -> None:
         """Nothing to choose."""
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridrec.config import HashEmbeddingBagConfig
+    from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
     from hybridrec.distributed.sharding_plan import (
         HybridEmbeddingBagCollectionSharder,
         HybridHashEmbeddingBagCollectionSharder,
         get_default_hybrid_sharders,
     )
     from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
-    from hybridrec.metrics import TableStats
+    from hybridrec.metrics import PipelineStats, TableStats
     from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
     from hybridrec.store.initializer import Constant, Normal, Uniform
 
@@ -33,8 +34,10 @@ __all__ = [
     "HybridEmbeddingBagCollectionSharder",
     "HybridHashEmbeddingBagCollectionSharder",
     "HybridRecError",
+    "HybridTrainPipelineSparseDist",
     "IdError",
     "Normal",
+    "PipelineStats",
     "StateError",
     "TableStats",
     "Uniform",
@@ -44,13 +47,14 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "hybridrec.config": ("HashEmbeddingBagConfig",),
+    "hybridrec.distributed.hybrid_train_pipeline": ("HybridTrainPipelineSparseDist",),
     "hybridrec.distributed.sharding_plan": (
         "HybridEmbeddingBagCollectionSharder",
         "HybridHashEmbeddingBagCollectionSharder",
         "get_default_hybrid_sharders",
     ),
     "hybridrec.errors": ("BackendError", "CapacityError", "ConfigError", "HybridRecError", "IdError", "StateError"),
-    "hybridrec.metrics": ("TableStats",),
+    "hybridrec.metrics": ("PipelineStats", "TableStats"),
     "hybridrec.modules.hash_embedding_bag": ("HashEmbeddingBagCollection",),
     "hybridrec.store.initializer": ("Constant", "Normal", "Uniform"),
 }

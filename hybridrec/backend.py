@@ -54,6 +54,9 @@ class DeviceBackend(Protocol):
     def record_event(self, stream: Any) -> Any:
         """A new event behind all that was given to ``stream``: ``synchronize`` and ``query``, as `torch.Event` has."""
 
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        """``tensor`` is used on ``stream`` too: its memory is given to nobody before that use is over."""
+
     def use_device(self, device: torch.device) -> None:
         """Make it this thread's current device. A new thread starts with the first one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -55,3 +56,30 @@ class TableStats:
     def unique_hit_rate(self) -> float:
         """Share of unique rows that were in a slot: what host traffic depends on; NaN before the first batch."""
         return self.unique_hits / self.uniques if self.uniques else float("nan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStats:
+    """One train pipeline on one rank, since it was made."""
+
+    depth: int
+    """Batches taken and not yet released, the computing one included, that the pipeline aims at."""
+    batches_taken: int
+    """From all iterators, in any mode."""
+    batches_committed: int
+    """Training batches whose step is over."""
+    batches_dropped: int
+    """Taken and never computed: refused, failed, reset, or left when an iterator ended without execute_all_batches."""
+    batches_in_flight: int
+    """Taken, and neither computed nor dropped yet."""
+    stage_seconds: Mapping[str, float]
+    """Stage -> seconds it worked: "load", "copy", "forward", "backward" and "optimizer" on the caller's thread; "dist",
+    "wait" (for ids of other ranks), "map" and "swap" on the host thread."""
+    stall_seconds: Mapping[str, float]
+    """Stage -> seconds in which the caller's thread did nothing but wait for it; "queue": for batches before."""
+    load_bytes: int
+    """Rows that moved from the host's store to the device."""
+    write_back_bytes: int
+    """Rows that moved from the device to the host's store."""
+    copied_bytes: int
+    """Ids that came on the device and were copied to the host."""

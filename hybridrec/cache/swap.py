@@ -1,27 +1,52 @@
 """SWAP: move the rows that a plan names between the store and the slots.
 
-Two ways, the same rows: a device tier that is host memory is copied to and from directly by the native core; any
-other goes through one staging buffer a direction, a record [weights | row states | row-wise states] a row.
+Two ways, the same rows. A device tier that is host memory is copied to and from directly by the native core. Any other
+goes through staging buffers, a record [weights | row states | row-wise states] a row, on a stream of its own::
+
+    swap stream   wait(fence), slots -> victims' records -> D2H,     H2D -> loads' records -> slots,     ready
+    this thread                               store -> loads' records               wait(D2H), victims' records -> store
+
+The *fence* is the last use of any slot by a batch that is final: victims are slots of such batches alone. COMPUTE waits
+for *ready*; nothing else on the device waits for the host or the other way round.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridrec.backend import DeviceBackend
+from hybridrec.cache.staging import StagingRing, Uploader
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import Plan
 from hybridrec.types import SlotArrays
 
 
 class Swapper(Protocol):
-    """Executes plans. Victims are written back before anything is loaded."""
+    """Executes plans, one after the other, on one thread at a time."""
 
-    def swap(self, plan: Plan) -> None: ...
+    def swap(self, plan: Plan, fence: Any, lock: AbstractContextManager[Any]) -> None:
+        """Victims out, rows in.
+
+        Args:
+            plan: Of a batch that was not moved yet.
+            fence: Event behind the last use of the victims' slots on the device; None: there was none.
+            lock: Held around calls of the group.
+        """
+
+    def upload(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Host tensors as the kernels want them: where the slots are. Ordered before `ready`."""
+
+    def ready(self) -> Any:
+        """Event behind everything that this swapper was given so far; None: it is done already."""
+
+    def flush(self, fence: Any, lock: AbstractContextManager[Any]) -> None:
+        """Write every row that is newer in its slot back to the store. Rows stay in their slots."""
 
 
 class HostMemorySwapper:
@@ -30,13 +55,24 @@ class HostMemorySwapper:
     def __init__(self, group: ShardGroup) -> None:
         self._group = group
 
-    def swap(self, plan: Plan) -> None:
+    def swap(self, plan: Plan, fence: Any, lock: AbstractContextManager[Any]) -> None:
         if plan.num_loads or plan.num_inits or plan.num_write_backs:
-            self._group.swap(plan.ordinal)
+            with lock:
+                self._group.swap(plan.ordinal)
+
+    def upload(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors
+
+    def ready(self) -> Any:
+        return None
+
+    def flush(self, fence: Any, lock: AbstractContextManager[Any]) -> None:
+        with lock:
+            self._group.flush()
 
 
 class StagedSwapper:
-    """For slots in device memory: gather -> staging -> device, and back. `swap` returns when rows have landed."""
+    """For slots in device memory. `swap` returns when the store has the victims; rows may still be on their way in."""
 
     def __init__(
         self,
@@ -51,7 +87,7 @@ class StagedSwapper:
             group: The shards.
             slot_arrays: table index -> its slots on the device; asked anew at every swap, since slots can grow.
             record_floats: [T], floats of a staging record of each table: D * (1 + M) + A.
-            backend: Gives pinned staging memory and synchronisation.
+            backend: Gives streams, events and pinned memory.
             device: Where the slots are.
         """
         self._group = group
@@ -59,34 +95,71 @@ class StagedSwapper:
         self._record_floats = list(record_floats)
         self._backend = backend
         self._device = device
-        self._staging = backend.empty_staging(0)
+        self._stream = backend.make_stream(device)
+        self._uploader = Uploader(backend, device, self._stream)
+        self._loads = StagingRing(backend, torch.float32)
+        self._victims = StagingRing(backend, torch.float32, num_buffers=1)
 
-    def swap(self, plan: Plan) -> None:
+    def swap(self, plan: Plan, fence: Any, lock: AbstractContextManager[Any]) -> None:
         num_loads = plan.num_loads + plan.num_inits
-        if not num_loads and not plan.num_write_backs:
+        if not num_loads:  # victims leave their slots only for rows that come
             return
         counts = torch.empty((len(self._record_floats), 2), dtype=torch.int64)
-        self._group.swap_counts(plan.ordinal, counts)
         load_slots = torch.empty(num_loads, dtype=torch.int64)
         victim_slots = torch.empty(plan.num_write_backs, dtype=torch.int64)
-        self._group.swap_slots(plan.ordinal, load_slots, victim_slots)
+        with lock:
+            self._group.swap_counts(plan.ordinal, counts)
+            self._group.swap_slots(plan.ordinal, load_slots, victim_slots)
         loads_per_table, victims_per_table = counts.t().tolist()
+        load_slots, victim_slots = self._uploader.upload([load_slots, victim_slots])
+        if fence is not None:
+            self._stream.wait_event(fence)
         if plan.num_write_backs:
-            staging = self._staging_for(victims_per_table)
-            self._read_slots(victim_slots.to(self._device), victims_per_table, staging)
-            self._backend.synchronize(self._device)
-            self._group.scatter_victims(plan.ordinal, staging)
-        if num_loads:
-            staging = self._staging_for(loads_per_table)
-            self._group.gather_loads(plan.ordinal, staging)
-            self._write_slots(load_slots.to(self._device), loads_per_table, staging)
-            self._backend.synchronize(self._device)
+            victims = self._victims.take(self._num_floats(victims_per_table))
+            with self._backend.use_stream(self._stream):
+                self._read_slots(victim_slots, victims_per_table, victims)
+            written = self._backend.record_event(self._stream)
+        loads = self._loads.take(self._num_floats(loads_per_table))
+        with lock:
+            self._group.gather_loads(plan.ordinal, loads)
+        with self._backend.use_stream(self._stream):
+            self._write_slots(load_slots, loads_per_table, loads)
+        self._loads.give_back(self._backend.record_event(self._stream))
+        if plan.num_write_backs:
+            written.synchronize()
+            with lock:
+                self._group.scatter_victims(plan.ordinal, victims)
+            self._victims.give_back(None)
 
-    def _staging_for(self, rows_per_table: Sequence[int]) -> Tensor:
-        num_floats = sum(n * w for n, w in zip(rows_per_table, self._record_floats, strict=True))
-        if self._staging.numel() < num_floats:
-            self._staging = self._backend.empty_staging(max(num_floats, 2 * self._staging.numel()))
-        return self._staging[:num_floats]
+    def upload(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self._uploader.upload(tensors)
+
+    def ready(self) -> Any:
+        return self._backend.record_event(self._stream)
+
+    def flush(self, fence: Any, lock: AbstractContextManager[Any]) -> None:
+        counts = torch.empty(len(self._record_floats), dtype=torch.int64)
+        with lock:
+            self._group.flush_counts(counts)
+            slots = torch.empty(int(counts.sum()), dtype=torch.int64)
+            if not slots.numel():
+                return
+            self._group.flush_slots(slots)
+        (slots,) = self._uploader.upload([slots])
+        if fence is not None:
+            self._stream.wait_event(fence)
+        per_table = counts.tolist()
+        staging = self._victims.take(self._num_floats(per_table))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._victims.give_back, None)
+            with self._backend.use_stream(self._stream):
+                self._read_slots(slots, per_table, staging)
+            self._backend.record_event(self._stream).synchronize()
+            with lock:
+                self._group.flush_records(staging)
+
+    def _num_floats(self, rows_per_table: Sequence[int]) -> int:
+        return sum(n * w for n, w in zip(rows_per_table, self._record_floats, strict=True))
 
     def _read_slots(self, slots: Tensor, rows_per_table: Sequence[int], staging: Tensor) -> None:
         for records, part, arrays in self._tables(slots, rows_per_table, staging):

@@ -7,13 +7,18 @@ States and legal transitions::
        +------undo------+-------undo-------+---------------> UNDONE
 
 `TransactionLog` opens transactions and is the only caller of the native group's plan, commit and undo.
+
+Two threads meet here: one that maps batches ahead, and the one that trains. The training thread never waits for a plan
+or a copy of the other: a commit that comes meanwhile is *posted*, and applied before the group's next call.
 """
 
 from __future__ import annotations
 
 import collections
 import enum
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -52,6 +57,7 @@ class BatchTransaction:
     def __init__(self, log: TransactionLog, plan: Plan, slots_N: Tensor) -> None:
         self._log = log
         self._state = TransactionState.PLANNED
+        self._last_use: tuple[int, Any] | None = None
         self.plan = plan
         self.slots_N = slots_N
         """int64 [N], host memory: the slot of every id of the batch."""
@@ -73,7 +79,7 @@ class BatchTransaction:
     def swap(self) -> None:
         """Move victims out of their slots and the batch's rows in. PLANNED -> READY."""
         self._require("swap")
-        self._log.swapper.swap(self.plan)
+        self._log.swapper.swap(self.plan, self._log.fence, self._log.lock)
         self._state = TransactionState.READY
 
     def start(self) -> None:
@@ -85,23 +91,30 @@ class BatchTransaction:
         """Raise unless `commit` is legal: what a backward asks before it touches a row."""
         self._require("commit")
 
+    def used(self, event: Any) -> None:
+        """The device has been given work that uses the batch's slots; ``event`` is behind it."""
+        self._last_use = self._log.number_of_use(), event
+
     def commit(self) -> None:
-        """The rows were updated: pins go, the journal becomes final in batch order. COMPUTING -> COMMITTED."""
+        """The rows were updated: pins go, the journal becomes final in batch order. COMPUTING -> COMMITTED.
+
+        Never waits: if another thread is busy with the group, the commit is applied before its next call.
+        """
         self._require("commit")
-        self._log.group.commit(self.ordinal)
         self._state = TransactionState.COMMITTED
-        self._log.committed += 1
+        self._log.post_commit(self)
 
     def undo(self) -> None:
         """Take back everything but residency. Any state that is not final -> UNDONE."""
         self._require("undo")
-        self._log.group.undo(self.ordinal)
+        self._log.undo(self)
         self._state = TransactionState.UNDONE
 
     def abandon(self) -> None:
         """Ask for an undo at the log's next call: the graph was freed without a backward. Never blocks or raises."""
         if not self.is_final:
             self._log.abandoned.append(self)
+            self._log.released()
 
     def _require(self, call: str) -> None:
         if self._state not in _LEGAL[call]:
@@ -129,15 +142,36 @@ class Lease:
 
 
 class TransactionLog:
-    """Opens the transactions of one shard group and settles the abandoned ones."""
+    """Opens the transactions of one shard group, applies posted commits and settles abandoned batches."""
 
     def __init__(self, group: ShardGroup, swapper: Swapper) -> None:
         self.group = group
         self.swapper = swapper
         self.committed = 0
         """Training batches whose rows were updated, since construction."""
+        self.lock = threading.RLock()
+        """Held around every call of the group that decides or moves."""
         # A deque's append is atomic: the garbage collector may call it on any thread, in the middle of any call.
         self.abandoned: collections.deque[BatchTransaction] = collections.deque()
+        self._posted: collections.deque[BatchTransaction] = collections.deque()
+        self._news = threading.Condition()
+        self._num_releases = 0
+        self._num_uses = 0
+        self._fence: tuple[int, Any] = (0, None)
+
+    @property
+    def fence(self) -> Any:
+        """Event behind the last use of any slot by a batch that is final, or by a read; None: there was none."""
+        return self._fence[1]
+
+    def number_of_use(self) -> int:
+        """Uses of slots are numbered in the order in which the device is given them."""
+        self._num_uses += 1
+        return self._num_uses
+
+    def read_until(self, event: Any) -> None:
+        """A read that belongs to no batch uses slots; ``event`` is behind it."""
+        self._move_fence((self.number_of_use(), event))
 
     def plan(
         self, keys_N: Tensor, feature_offsets: Tensor, feature_table: Tensor, slots_N: Tensor
@@ -153,17 +187,88 @@ class TransactionLog:
         Returns:
             The transaction, or the refused plan (nothing changed then).
         """
-        self.settle()
-        plan = self.group.plan(keys_N, feature_offsets, feature_table, slots_N)
+        with self.lock:
+            self.settle()
+            plan = self.group.plan(keys_N, feature_offsets, feature_table, slots_N)
         if plan.status != PlanStatus.OK:
             return plan
         return BatchTransaction(self, plan, slots_N)
 
+    def post_commit(self, transaction: BatchTransaction) -> None:
+        """For `BatchTransaction.commit`."""
+        self.committed += 1
+        self._posted.append(transaction)
+        if self.lock.acquire(blocking=False):
+            try:
+                self._apply_posted()
+            finally:
+                self.lock.release()
+        self.released()
+
+    def undo(self, transaction: BatchTransaction) -> None:
+        """For `BatchTransaction.undo`."""
+        with self.lock:
+            self._apply_posted()
+            self._move_fence(transaction._last_use)
+            self.group.undo(transaction.ordinal)
+        self.released()
+
     def settle(self) -> None:
-        """Undo the abandoned batches, newest first."""
-        if not self.abandoned:
+        """Apply posted commits, then undo the abandoned batches, newest first."""
+        if not self._posted and not self.abandoned:
             return
-        batches = [self.abandoned.popleft() for _ in range(len(self.abandoned))]
-        for transaction in sorted(batches, key=lambda t: -t.ordinal):
-            if not transaction.is_final:
-                transaction.undo()
+        with self.lock:
+            self._apply_posted()
+            batches = [self.abandoned.popleft() for _ in range(len(self.abandoned))]
+            for transaction in sorted(batches, key=lambda t: -t.ordinal):
+                if not transaction.is_final:
+                    transaction.undo()
+
+    def flush(self) -> None:
+        """Write every row that is newer in its slot back to the store. No batch may be planned and not moved."""
+        with self.lock:
+            self.settle()
+            self.swapper.flush(self.fence, self.lock)
+
+    @property
+    def num_releases(self) -> int:
+        """Batches that were committed, undone or abandoned, since construction: each may have let pins go."""
+        return self._num_releases
+
+    def wait_for_release(self, seen: int, may_wait: Callable[[], bool]) -> bool:
+        """Wait until pins may have gone.
+
+        Args:
+            seen: `num_releases` when the caller last found too many pins.
+            may_wait: False ends the wait; whoever changes its answer calls `wake`.
+
+        Returns:
+            Whether a batch was released since.
+        """
+        with self._news:
+            while self._num_releases == seen:
+                if not may_wait():
+                    return False
+                self._news.wait()
+        return True
+
+    def wake(self) -> None:
+        """Let `wait_for_release` ask again whether it may wait."""
+        with self._news:
+            self._news.notify_all()
+
+    def released(self) -> None:
+        """Count a batch that let its pins go, or will at the next call."""
+        with self._news:
+            self._num_releases += 1
+            self._news.notify_all()
+
+    def _apply_posted(self) -> None:
+        while self._posted:
+            transaction = self._posted.popleft()
+            self._move_fence(transaction._last_use)
+            self.group.commit(transaction.ordinal)
+
+    def _move_fence(self, use: tuple[int, Any] | None) -> None:
+        if use is not None and use[0] > self._fence[0]:
+            self._fence = use

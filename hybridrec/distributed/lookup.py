@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,18 @@ class ShardTable:
     """Features that look it up."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class KernelInput(NamedTuple):
+    """What one kernel looks up, where its slots are."""
+
+    slots_N: Tensor
+    """int64 [N]"""
+    offsets: Tensor
+    """int64 [F * bags + 1]"""
+    weights_N: Tensor | None
+    """float32 [N]"""
+
+
+@dataclass(kw_only=True)
 class MappedBatch:
     """A batch after MAP. Training batches have a transaction; a batch that only reads has none."""
 
@@ -61,6 +72,11 @@ class MappedBatch:
     keys: KeyedJaggedTensor
     feature_offsets: Tensor
     """int64 [F + 1], host memory: where each feature starts among the ids."""
+    inputs: list[KernelInput] | None = None
+    """One a kernel; from SWAP on."""
+    ready: Any = None
+    """Event behind the rows' and the inputs' arrival; None: they are there."""
+    is_swapped: bool = False
 
 
 class PooledLookup(nn.Module):
@@ -123,7 +139,12 @@ class PooledLookup(nn.Module):
         self._fits_so_far = [t for t, s in enumerate(self._tables) if s.placed.placement is Placement.DEVICE]
         # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._num_growths = [0] * len(self._tables)
+        self._num_retries = [0] * len(self._tables)
+        self.batches_in_flight = 1
+        """How many batches a pipeline wants to have slots at a time: what growing slots make room for."""
+        self._wanted_slots = [0] * len(self._tables)
+        self._growing = [t for t, table in enumerate(self._tables) if table.placed.placement is Placement.HOST]
+        self._moved_since_check = False
         self._broken = ""
         """Why rows are partly stepped; nothing may be looked up then."""
         self._host_budget_bytes = host_budget_bytes
@@ -148,12 +169,16 @@ class PooledLookup(nn.Module):
         """Indices of the tables of one kernel."""
         return [t for t, (k, _) in enumerate(self._place_of_table) if k == kernel]
 
-    def map(self, keys: KeyedJaggedTensor, *, is_training: bool) -> MappedBatch | HybridRecError:
+    def map(
+        self, keys: KeyedJaggedTensor, *, is_training: bool, may_wait: Callable[[], bool] | None = None
+    ) -> MappedBatch | HybridRecError:
         """MAP: give every id of a training batch a slot, or say why that is not possible.
 
         Args:
             keys: Keys that this rank owns, F features, host memory.
             is_training: False: nothing is decided or changed; the batch will be read.
+            may_wait: Whether to wait while batches in flight pin the slots that are needed; asked anew whenever
+                `TransactionLog.wake` is called. None: never.
 
         Returns:
             The mapped batch, or the refusal as an error that nobody raised yet; nothing changed then.
@@ -162,17 +187,57 @@ class PooledLookup(nn.Module):
         feature_offsets = _feature_offsets(keys)
         if not is_training:
             return MappedBatch(transaction=None, lease=None, keys=keys, feature_offsets=feature_offsets)
+        self._warn()
         slots_N = torch.empty_like(keys.values())
         while True:
+            seen = self.log.num_releases
+            self.log.settle()
+            for t in self._growing:
+                self._grow_slots(t)
             planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
             if isinstance(planned, BatchTransaction):
+                self._moved_since_check |= planned.plan.num_write_backs > 0
+                self._unchecked_bytes += planned.plan.num_inits * self._largest_row_bytes
                 lease = Lease(planned)
                 return MappedBatch(transaction=planned, lease=lease, keys=keys, feature_offsets=feature_offsets)
+            if planned.status == PlanStatus.NO_SLOTS and self._fits_without_pins(planned.table, planned.needed):
+                has_grown = self._grow_slots(planned.table)
+                if has_grown or (may_wait is not None and self.log.wait_for_release(seen, may_wait)):
+                    self._num_retries[planned.table] += 1
+                    continue
             table = self._tables[planned.table] if planned.table >= 0 else None
-            if planned.status == PlanStatus.NO_SLOTS and self._grow_slots(planned.table, planned.needed):
-                continue
             slots = self._num_slots[planned.table] if table is not None else 0
             return refusal_error(planned, table, rank=self._rank, world_size=self._world_size, slots=slots)
+
+    def swap(self, batch: MappedBatch) -> None:
+        """SWAP: move a training batch's rows into their slots, and what the kernels look up to where they are.
+
+        Idempotent for a batch. One that only reads is not moved: it is read when it is computed.
+        """
+        if batch.is_swapped:
+            return
+        if batch.transaction is not None:
+            batch.transaction.swap()
+            batch.inputs = self._kernel_inputs(batch, batch.transaction.slots_N, self.log.swapper.upload)
+        batch.ready = self.log.swapper.ready()
+        batch.is_swapped = True
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A small host tensor of a batch on the device, ordered before the batch's ``ready``; call it before `swap`."""
+        return self.log.swapper.upload([tensor])[0]
+
+    def use(self, tensors: Sequence[Tensor], ready: Any) -> None:
+        """Order this thread's stream behind ``ready``, and keep what was uploaded alive until it was used there."""
+        if ready is None:
+            return
+        stream = self._backend.current_stream(self._device)
+        stream.wait_event(ready)
+        for tensor in tensors:
+            self._backend.record_stream(tensor, stream)
+
+    def flush(self) -> None:
+        """Write every row that is newer on the device back to the store. No batch may be in flight and not moved."""
+        self.log.flush()
 
     def forward(self, batch: MappedBatch) -> Tensor:
         """COMPUTE: float32 [bags of all ranks, columns of all kernels], on the device."""
@@ -193,19 +258,21 @@ class PooledLookup(nn.Module):
 
     def _counters(self, table: int) -> dict[str, int]:
         counters = self._group.counters(table)._asdict()
-        counters["rejected"] -= self._num_growths[table]  # plans that were taken once there were more slots
+        counters["rejected"] -= self._num_retries[table]  # plans that were taken once slots had grown or pins had gone
         return counters
 
     # ---- compute -------------------------------------------------------------------------------------------------
 
     def compute(self, batch: MappedBatch) -> tuple[Tensor, list[object]]:
         """Run the kernels on a batch whose rows are in their slots; what `update` needs comes along."""
-        assert batch.transaction is not None
+        assert batch.transaction is not None and batch.inputs is not None
+        self.use([t for one in batch.inputs for t in one if t is not None], batch.ready)
         pooled, saved = [], []
-        for k, kernel in enumerate(self._kernels):
-            part, kept = kernel.forward(*self._kernel_input(k, batch, batch.transaction.slots_N))
+        for kernel, kernel_input in zip(self._kernels, batch.inputs, strict=True):
+            part, kept = kernel.forward(*kernel_input)
             pooled.append(part)
             saved.append(kept)
+        self._mark_use(batch.transaction)
         return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0], saved
 
     def update(self, batch: MappedBatch, saved: list[object], grad: Tensor) -> None:
@@ -218,12 +285,12 @@ class PooledLookup(nn.Module):
         except Exception as e:
             self._broken = f"the update of batch {batch.transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
             raise
+        self._mark_use(batch.transaction)
         batch.transaction.commit()
-        plan = batch.transaction.plan
-        if plan.num_write_backs and self._fits_so_far:
-            self._warn_beyond_plan()
-        if plan.num_inits and self._host_budget_bytes:
-            self._warn_near_budget(plan.num_inits)
+
+    def _mark_use(self, transaction: BatchTransaction) -> None:
+        if not self._backend.is_host_memory:
+            transaction.used(self._backend.record_event(self._backend.current_stream(self._device)))
 
     def _read(self, batch: MappedBatch) -> Tensor:
         """Look rows up without a trace: the batch's unique rows are copied to where a reader kernel looks."""
@@ -240,33 +307,41 @@ class PooledLookup(nn.Module):
                 self._read_to_device(handle, buffers, counts.tolist())
         finally:
             self._group.end_read(handle)
-        pooled = [reader.forward(*self._kernel_input(k, batch, index_N))[0] for k, reader in enumerate(readers)]
+        inputs = self._kernel_inputs(batch, index_N, lambda tensors: [t.to(self._device) for t in tensors])
+        pooled = [reader.forward(*one)[0] for reader, one in zip(readers, inputs, strict=True)]
         return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0]
 
     def _read_to_device(self, handle: int, buffers: Sequence[Tensor], counts: Sequence[int]) -> None:
         host = [torch.empty((n, b.shape[1])) for n, b in zip(counts, buffers, strict=True)]
         self._group.read_rows(handle, host, host_only=True)
+        stream = self._backend.current_stream(self._device)
+        stream.wait_event(self.log.swapper.ready())  # rows of batches in flight may still be on their way in
         for t, (rows, buffer) in enumerate(zip(host, buffers, strict=True)):
             buffer[: rows.shape[0]].copy_(rows)
             positions, slots = self._group.read_resident(handle, t)
             resident = self._slot_arrays(t).weights.index_select(0, slots.to(self._device))
             buffer.index_copy_(0, positions.to(self._device), resident)
+        self.log.read_until(self._backend.record_event(stream))
 
-    def _kernel_input(self, kernel: int, batch: MappedBatch, index_N: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The part of a batch that one kernel looks up: indices, bag offsets, weights, on the device."""
-        offsets, weights = batch.keys.offsets(), batch.keys.weights_or_none()
-        if len(self._kernels) > 1:
-            bags = batch.keys.stride()
-            first, last = self._first_feature[kernel], self._first_feature[kernel + 1]
+    def _kernel_inputs(
+        self, batch: MappedBatch, index_N: Tensor, upload: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[KernelInput]:
+        """The part of a batch that each kernel looks up, where its slots are."""
+        all_offsets, all_weights = batch.keys.offsets(), batch.keys.weights_or_none()
+        bags = batch.keys.stride()
+        tensors = []
+        for k in range(len(self._kernels)):
+            first, last = self._first_feature[k], self._first_feature[k + 1]
             start, end = batch.feature_offsets[first].item(), batch.feature_offsets[last].item()
-            offsets = offsets[first * bags : last * bags + 1] - start
-            index_N = index_N[start:end]
-            weights = weights[start:end] if weights is not None else None
-        return (
-            index_N.to(self._device, non_blocking=True),
-            offsets.to(self._device, non_blocking=True),
-            weights.to(self._device, non_blocking=True) if weights is not None else None,
-        )
+            offsets = all_offsets[first * bags : last * bags + 1]
+            tensors += [index_N[start:end], offsets - start if start else offsets]
+            if all_weights is not None:
+                tensors.append(all_weights[start:end])
+        placed = iter(upload(tensors))
+        return [
+            KernelInput(next(placed), next(placed), next(placed) if all_weights is not None else None)
+            for _ in self._kernels
+        ]
 
     # ---- slots and kernels ---------------------------------------------------------------------------------------
 
@@ -293,31 +368,46 @@ class PooledLookup(nn.Module):
         if self._backend.is_host_memory:
             self._group.bind_slots(table, *arrays)
 
-    def _grow_slots(self, table: int, needed: int) -> bool:
-        """More slots for a table that keeps only batches in flight there; whether it got them.
+    def _fits_without_pins(self, table: int, needed: int) -> bool:
+        """Whether a batch fits the slots once no other is in flight; a table that keeps only those gets more."""
+        now = self._num_slots[table]
+        if table in self._growing:
+            room = needed * self.batches_in_flight
+            if room > now:
+                self._wanted_slots[table] = max(self._wanted_slots[table], room, now + now // 2)
+            return True
+        return needed <= now
+
+    def _grow_slots(self, table: int) -> bool:
+        """As many slots as are wanted for a table that keeps only batches in flight there; whether it got any.
 
         It does not while a batch is in flight in any table of its kernel, whose slots are about to move.
         """
-        if self._tables[table].placed.placement is not Placement.HOST:
+        wanted = self._wanted_slots[table]
+        if wanted <= self._num_slots[table]:
             return False
         kernel, index = self._place_of_table[table]
-        sizes = [t.num_slots for t in self._kernels[kernel].spec.tables]
         if any(self._group.counters(t).pins for t in self.kernel_tables(kernel)):
             return False
-        sizes[index] = max(needed, sizes[index] + sizes[index] // 2)
-        logger.info("table %r: slots for batches in flight grow to %s", self._tables[table].name, f"{sizes[index]:,}")
-        try:
-            self._group.resize_slots(table, sizes[index])
-        except StateError as e:  # the host budget
-            raise CapacityError(
-                f"table {self._tables[table].name!r} (rank {self._rank} of {self._world_size}): {e} Raise "
-                "host_memory_bytes, or make the batch smaller."
-            ) from e
-        self._kernels[kernel].resize(sizes)
-        self._num_slots[table] = sizes[index]
-        self._num_growths[table] += 1
-        for t in self.kernel_tables(kernel):
-            self._publish_slots(t)
+        name = self._tables[table].name
+        logger.info("table %r: slots for batches in flight grow to %s", name, f"{wanted:,}")
+        sizes = [t.num_slots for t in self._kernels[kernel].spec.tables]
+        sizes[index] = wanted
+        with self.log.lock:
+            try:
+                self._group.resize_slots(table, wanted)
+            except StateError as e:  # the host budget
+                self._wanted_slots[table] = 0
+                raise CapacityError(
+                    f"table {name!r} (rank {self._rank} of {self._world_size}): {e} Raise host_memory_bytes, or make "
+                    "the batch smaller."
+                ) from e
+            self._backend.synchronize(self._device)  # other streams may still use what moves now; this is rare
+            self._kernels[kernel].resize(sizes)
+            self._backend.synchronize(self._device)
+            self._num_slots[table] = wanted
+            for t in self.kernel_tables(kernel):
+                self._publish_slots(t)
         return True
 
     def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
@@ -339,6 +429,15 @@ class PooledLookup(nn.Module):
                 "so this collection cannot be used any more. Start again from the last checkpoint."
             )
 
+    def _warn(self) -> None:
+        """Say once what went beyond the plan, or near the budget, in the batches so far."""
+        if self._moved_since_check and self._fits_so_far:
+            self._moved_since_check = False
+            self._warn_beyond_plan()
+        if self._host_budget_bytes and self._unchecked_bytes * 100 >= self._host_budget_bytes:
+            self._unchecked_bytes = 0
+            self._warn_near_budget()
+
     def _warn_beyond_plan(self) -> None:
         for t in [t for t in self._fits_so_far if self._group.counters(t).write_backs]:
             self._fits_so_far.remove(t)
@@ -351,12 +450,7 @@ class PooledLookup(nn.Module):
                 f"{self._tables[t].placed.planned_rows:,}",
             )
 
-    def _warn_near_budget(self, num_rows: int) -> None:
-        """Look at the memory taken whenever new rows may have added a hundredth of the budget; warn once."""
-        self._unchecked_bytes += num_rows * self._largest_row_bytes
-        if self._unchecked_bytes * 100 < self._host_budget_bytes:
-            return
-        self._unchecked_bytes = 0
+    def _warn_near_budget(self) -> None:
         taken = sum(self._group.counters(t).host_bytes for t in range(len(self._tables)))
         if taken < WARN_SHARE * self._host_budget_bytes:
             return

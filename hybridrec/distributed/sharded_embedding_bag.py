@@ -26,10 +26,11 @@ from hybridrec._compat.torchrec import (
 )
 from hybridrec.config import TableConfig, embedding_names
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
+from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.output_dist import RankOrderPooledDist
-from hybridrec.distributed.verdict import agree
+from hybridrec.distributed.verdict import Withdrawn, agree
 from hybridrec.errors import ConfigError, IdError, StateError
 from hybridrec.metrics import TableStats
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
@@ -40,16 +41,21 @@ from hybridrec.modules.input_check import check_features
 class HashBatchContext(Multistreamable):  # type: ignore[misc]
     """What one batch carries from its input dist to its output dist."""
 
+    is_training: bool = True
+    """Whether the batch trains: the mode in force when the context was made."""
     sharding_contexts: list[Any] = field(default_factory=list)
     """One of TorchRec's; its input dist writes ``batch_size_per_rank`` there."""
-    lengths: Tensor | None = None
-    """int64 [F, B], host memory: of this rank's bags, features in the order of the lookup. Only with MEAN tables."""
+    divisors: Tensor | None = None
+    """float32 [B, F]: by what MEAN divides this rank's bags, features in the order of the lookup; None without MEAN
+    tables. In host memory; from SWAP on where the output is."""
     error: Exception | None = None
     """What this rank has against the batch; becomes every rank's error when the batch is mapped."""
     mapped: MappedBatch | None = None
+    is_uploaded: bool = False
+    """Whether ``divisors`` are where the output is."""
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Nothing here is device memory."""
+        """The lookup does that for what it uploaded."""
 
 
 class ShardedHashEmbeddingBagCollection(
@@ -87,7 +93,7 @@ class ShardedHashEmbeddingBagCollection(
         self._table_configs = tuple(tables)
         self._is_weighted = module.is_weighted()
         self._device = device
-        self._host_group = host_group
+        self._host_group, self._device_group = host_group, device_group
         by_name = {table.name: table for table in tables}
         fed = [by_name[name] for name in lookup.table_names]
         feature_names = [feature for table in fed for feature in table.feature_names]
@@ -101,13 +107,14 @@ class ShardedHashEmbeddingBagCollection(
     # ---- TorchRec's stages ---------------------------------------------------------------------------------------
 
     def create_context(self) -> HashBatchContext:
-        return HashBatchContext()
+        return HashBatchContext(is_training=self._trains())
 
     def input_dist(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         """DIST. A batch that this rank cannot use is replaced by an empty one, so that nobody waits in vain."""
+        settle_host_thread(self._host_group)
         try:
             check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
-            self._check_weights_need_no_grad(features)
+            self._check_weights_need_no_grad(features, ctx.is_training)
             with torch.no_grad():
                 features = self._feature_order.apply(features)
         except Exception as e:  # travels to the other ranks, then every rank raises it
@@ -116,42 +123,72 @@ class ShardedHashEmbeddingBagCollection(
             ctx.error = e
             features = self._feature_order.empty()
         if self._columns.has_mean:
-            ctx.lengths = features.lengths().view(len(features.keys()), features.stride())
+            ctx.divisors = self._columns.divisors(features.lengths().view(len(features.keys()), features.stride()))
         ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key()))
         with torch.no_grad():
             return KJTListSplitsAwaitable([self._input_dists[0](features)], ctx)
 
-    def map_batch(self, ctx: HashBatchContext, dist_input: Any) -> None:
-        """MAP, the ranks' verdict and SWAP. Collective over the host group. Idempotent for a context.
+    def map_batch(self, ctx: HashBatchContext, dist_input: Any, may_wait: Callable[[], bool] | None = None) -> bool:
+        """MAP and the ranks' verdict. Collective over the host group. Idempotent for a context.
+
+        Args:
+            ctx: Of the batch.
+            dist_input: What `input_dist` gave, waited for.
+            may_wait: Whether to wait for pins; see `PooledLookup.map`. Raises `Withdrawn` to take the batch back.
+
+        Returns:
+            Whether the batch is mapped; False if a rank took it back. It can be mapped again.
 
         Raises:
             HybridRecError: A rank refused; the batch is undone on all ranks.
         """
         if ctx.mapped is not None:
-            return
+            return True
+        settle_host_thread(self._host_group)
         mapped: MappedBatch | None = None
         error = ctx.error
-        is_training = self._trains()
+        lookup = self._lookups[0]
         if error is None:
             try:
-                if is_training:
+                if ctx.is_training:
                     self._check_not_frozen()
-                result = self._lookups[0].map(dist_input[0], is_training=is_training)
+                result = lookup.map(dist_input[0], is_training=ctx.is_training, may_wait=may_wait)
                 if isinstance(result, MappedBatch):
                     mapped = result
                 else:
                     error = result
             except Exception as e:  # travels to the other ranks, then is raised below
                 error = e
-        agreed = agree(error, self._host_group, is_training=is_training)
+        agreed = agree(error, self._host_group, is_training=ctx.is_training)
         if agreed is not None:
             if mapped is not None and mapped.transaction is not None:
                 mapped.transaction.undo()
+            if isinstance(agreed, Withdrawn):
+                return False
             raise agreed from (None if agreed is error else error)
-        assert mapped is not None
-        if mapped.transaction is not None:
-            mapped.transaction.swap()
         ctx.mapped = mapped
+        return True
+
+    def swap_batch(self, ctx: HashBatchContext) -> None:
+        """SWAP of a mapped batch: rows move to their slots, what the kernels need to where these are. Idempotent."""
+        assert ctx.mapped is not None
+        lookup = self._lookups[0]
+        if ctx.divisors is not None and not ctx.is_uploaded:
+            ctx.divisors = lookup.upload(ctx.divisors)
+            ctx.is_uploaded = True
+        lookup.swap(ctx.mapped)
+
+    def unmap_batch(self, ctx: HashBatchContext) -> None:
+        """Take a mapped batch back whose lookup did not begin. Newest first; it can be mapped again. Not collective."""
+        if ctx.mapped is not None and ctx.mapped.transaction is not None:
+            ctx.mapped.transaction.undo()
+        ctx.mapped = None
+
+    def release_batch(self, ctx: HashBatchContext) -> None:
+        """The batch is over: what was not trained by a backward is undone."""
+        transaction = None if ctx.mapped is None else ctx.mapped.transaction
+        if transaction is not None and not transaction.is_final:
+            transaction.undo()
 
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
@@ -166,9 +203,9 @@ class ShardedHashEmbeddingBagCollection(
                     "this version; call eval() on the collection, whose forward then only reads, or set it to True."
                 )
 
-    def _check_weights_need_no_grad(self, features: KeyedJaggedTensor) -> None:
+    def _check_weights_need_no_grad(self, features: KeyedJaggedTensor, is_training: bool) -> None:
         weights = features.weights_or_none()
-        if self._is_weighted and weights is not None and weights.requires_grad and self._trains():
+        if self._is_weighted and weights is not None and weights.requires_grad and is_training:
             raise IdError(
                 f"{type(self).__name__}: the KJT's weights require grad, which cannot travel back to the rank that "
                 "they came from. Pass weights.detach(), or train weights in an unsharded collection."
@@ -177,11 +214,35 @@ class ShardedHashEmbeddingBagCollection(
     def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
         """MAP and SWAP unless they happened, then COMPUTE: partial pools of all ranks' bags."""
         self.map_batch(ctx, dist_input)
+        self.swap_batch(ctx)
         return [self._lookups[0](ctx.mapped)]
 
     def output_dist(self, ctx: HashBatchContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         sizes = ctx.sharding_contexts[0].batch_size_per_rank
-        return PooledAwaitable(self._output_dists[0](output[0], sizes), self._columns, ctx.lengths)
+        if ctx.divisors is not None:
+            assert ctx.mapped is not None
+            self._lookups[0].use([ctx.divisors], ctx.mapped.ready)
+        return PooledAwaitable(self._output_dists[0](output[0], sizes), self._columns, ctx.divisors)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """Ids and verdicts travel over it."""
+        return self._host_group
+
+    @property
+    def device_group(self) -> dist.ProcessGroup:
+        """Pools travel over it."""
+        return self._device_group
+
+    @property
+    def lookup(self) -> PooledLookup:
+        """This rank's shards."""
+        return self._lookups[0]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of KJTs that came on another device and were copied to the host."""
+        return self._feature_order.copied_bytes
 
     # ---- what users call -----------------------------------------------------------------------------------------
 
@@ -312,15 +373,15 @@ class _OutputColumns:
         self._is_sum_F1 = torch.tensor(is_sum).unsqueeze(1)
         feature_of_column = [f for f, dim in enumerate(self._fed_dims) for _ in range(dim)]
         self._feature_of_column = torch.tensor(feature_of_column, device=device)
-        self._device = device
 
-    def finish(self, pooled: Tensor, lengths: Tensor | None) -> KeyedTensor:
+    def divisors(self, lengths_FB: Tensor) -> Tensor:
+        """float32 [B, F]: 1 where a table sums; empty bags too, which stay 0 and get gradient 0: their sum is 0 / 1."""
+        return lengths_FB.clamp(min=1).masked_fill(self._is_sum_F1, 1).to(torch.float32).t().contiguous()
+
+    def finish(self, pooled: Tensor, divisors_BF: Tensor | None) -> KeyedTensor:
         """float32 [B, columns of the lookup] -> what the unsharded collection returns."""
-        if lengths is not None:
-            # Empty bags stay 0 and get gradient 0: their sum is 0 / 1.
-            divisor_FB = lengths.clamp(min=1).masked_fill(self._is_sum_F1, 1).to(pooled.dtype)
-            divisor_BF = divisor_FB.t().to(self._device, non_blocking=True)
-            pooled = pooled / divisor_BF.index_select(1, self._feature_of_column)
+        if divisors_BF is not None:
+            pooled = pooled / divisors_BF.index_select(1, self._feature_of_column)
         if self._order is not None:
             parts = pooled.split(self._fed_dims, 1)
             pooled = torch.cat([parts[i] for i in self._order], 1)
@@ -330,9 +391,9 @@ class _OutputColumns:
 class PooledAwaitable(LazyGetItemMixin, LazyAwaitable[KeyedTensor]):  # type: ignore[misc]
     """The output of a forward; whoever touches it waits."""
 
-    def __init__(self, pooled: Awaitable[Tensor], columns: _OutputColumns, lengths: Tensor | None) -> None:
+    def __init__(self, pooled: Awaitable[Tensor], columns: _OutputColumns, divisors_BF: Tensor | None) -> None:
         super().__init__()
-        self._pooled, self._columns, self._lengths = pooled, columns, lengths
+        self._pooled, self._columns, self._divisors_BF = pooled, columns, divisors_BF
 
     def _wait_impl(self) -> KeyedTensor:
-        return self._columns.finish(self._pooled.wait(), self._lengths)
+        return self._columns.finish(self._pooled.wait(), self._divisors_BF)

@@ -21,7 +21,12 @@ _CLASSES: tuple[type[HybridRecError], ...] = (
     IdError,
     StateError,
 )
-_HEADER_BYTES = 5  # refused, class, training, two of the length
+_HEADER_BYTES = 5  # answer, class, training, two of the length
+_FITS, _REFUSED, _WITHDRAWN = range(3)
+
+
+class Withdrawn(Exception):  # noqa: N818 - nothing is wrong
+    """A rank takes a batch back before it is mapped, to map it again later. Never leaves this package."""
 
 
 def agree(
@@ -36,23 +41,28 @@ def agree(
 
     Returns:
         The error to raise, the same text and class on every rank: that of the lowest rank that refused. None if
-        none did. On the rank where an exception that is not ours arose, that exception itself.
+        none did. On the rank where an exception that is not ours arose, that exception itself. `Withdrawn` if any rank
+        gave that as its error.
     """
     if host_group is None or host_group.size() == 1:
         return error
     mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     mine[2] = int(is_training)
-    if error is not None:
+    if isinstance(error, Withdrawn):
+        mine[0] = _WITHDRAWN
+    elif error is not None:
         code = _CLASSES.index(type(error)) if type(error) in _CLASSES else 0
         text = str(error) if isinstance(error, HybridRecError) else f"{type(error).__name__}: {error}"
         payload = text.encode()
         if len(payload) > MESSAGE_BYTES - _HEADER_BYTES:
             payload = payload[: MESSAGE_BYTES - _HEADER_BYTES - 4] + b" ..."
-        header = bytes([1, code, is_training, *len(payload).to_bytes(2, "little")])
+        header = bytes([_REFUSED, code, is_training, *len(payload).to_bytes(2, "little")])
         mine[: len(header) + len(payload)] = torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
     everyone = torch.empty(host_group.size() * MESSAGE_BYTES, dtype=torch.uint8)
     all_gather_single(everyone, mine, group=host_group)
     everyone = everyone.view(host_group.size(), MESSAGE_BYTES)
+    if (everyone[:, 0] == _WITHDRAWN).any():
+        return Withdrawn()
     refusing = everyone[:, 0].nonzero().flatten().tolist()
     if not refusing:
         training = everyone[:, 2].tolist()

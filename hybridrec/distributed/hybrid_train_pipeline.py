@@ -1,0 +1,369 @@
+"""`HybridTrainPipelineSparseDist`: while a batch computes, the next ones are copied, routed, mapped and swapped in.
+
+See docs/design/pipeline.md. This module owns the order: which batch is taken when, which stage is asked for when, and
+what happens when the iterator, the mode or the caller changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torchrec.streamable import Pipelineable
+
+from hybridrec._compat.train_pipeline import TrainPipelineSparseDist
+from hybridrec.backend import parse_device, resolve_backend
+from hybridrec.distributed.host_thread import HostThread, host_thread_of
+from hybridrec.distributed.in_flight import BatchState, InFlightBatch, Mode, Source
+from hybridrec.distributed.model_calls import ModelCalls, hashed_modules
+from hybridrec.distributed.pipeline_clock import PipelineClock
+from hybridrec.distributed.pipelined_call import PipelinedCall
+from hybridrec.distributed.stages import HostStages, stage
+from hybridrec.errors import ConfigError, StateError
+from hybridrec.metrics import PipelineStats
+
+MAX_DEPTH = 12
+"""As deep as store evictions are decided alike; see docs/design/transaction.md, "Order"."""
+
+
+class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[misc]
+    """Trains batch after batch, with the same bits as a plain loop, and prepares the next ones meanwhile.
+
+    ``model(batch)`` returns ``(loss, output)``. Up to ``pipe_n_batch`` batches are taken from the iterator and not yet
+    released, the computing one included. Everything that a batch has prepared can be taken back: a direct call of the
+    model, another iterator, another mode or `reset` finds the shards as if only the batches that were returned existed.
+
+    All ranks make the same calls in the same order. One caller at a time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: str | torch.device,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        return_loss: bool = False,
+        pipe_n_batch: int = 3,
+    ) -> None:
+        """
+        Args:
+            model: Sharded, on ``device``; symbolically traceable around its sharded modules, as for TorchRec.
+            optimizer: What `progress` steps.
+            device: Where dense part and slots are.
+            execute_all_batches: Whether batches that were taken when the iterator ends are still computed. False: they
+                are dropped and counted.
+            apply_jit: Must be False.
+            return_loss: Whether `progress` returns ``(output, losses)`` instead of the output.
+            pipe_n_batch: Depth, 1 (serial) to 12.
+
+        Raises:
+            ConfigError: An argument cannot be honoured, or the model's host group is not its own.
+        """
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model has type {type(model).__name__}. Pass the sharded nn.Module.")
+        parsed = parse_device(device)
+        if parsed is None:
+            raise ConfigError("device=None. Pass the device of the model, for example torch.device('cpu').")
+        if apply_jit:
+            raise ConfigError("apply_jit=True: torch.jit.script of the dense part is not available. Pass False.")
+        if isinstance(pipe_n_batch, bool) or not isinstance(pipe_n_batch, int) or not 1 <= pipe_n_batch <= MAX_DEPTH:
+            raise ConfigError(
+                f"pipe_n_batch={pipe_n_batch!r}: it is how many batches are taken and not yet released, the computing "
+                f"one included. Accepted: an int from 1 (no prefetch) to {MAX_DEPTH}."
+            )
+        for call in ("zero_grad", "step"):
+            if not callable(getattr(optimizer, call, None)):
+                raise ConfigError(
+                    f"optimizer has type {type(optimizer).__name__}, without {call}(). Pass an optimizer."
+                )
+        super().__init__(model, optimizer, parsed, execute_all_batches=bool(execute_all_batches))
+        self._model: nn.Module = model
+        self._backend = resolve_backend(parsed.type)
+        self._return_loss, self._depth = bool(return_loss), pipe_n_batch
+        has_streams = not self._backend.is_host_memory
+        self._memcpy_stream = self._backend.make_stream(parsed) if has_streams else None
+        self._data_dist_stream = self._backend.make_stream(parsed) if has_streams else None
+        self._calls = ModelCalls(self, self._backend, parsed, self._data_dist_stream)
+        self._thread: HostThread = host_thread_of(m.host_group for m in hashed_modules(model).values())
+        self._calls.check(model)
+        self._stages: HostStages | None = None
+        self._sources: list[Source] = []
+        self._num_taken = self._num_committed = self._num_dropped = 0
+        self._clock = PipelineClock()
+        self.computing: InFlightBatch | None = None
+        """The batch whose forward runs now."""
+
+    # ---- what users call -----------------------------------------------------------------------------------------
+
+    @property
+    def batches_committed(self) -> int:
+        """Training batches whose step is over: where a loader resumes."""
+        return self._num_committed
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Compute the iterator's next batch: forward and, in training mode with grad enabled, backward and step.
+
+        Args:
+            dataloader_iter: An iterator of `Pipelineable` batches: ``iter(loader)``, made once an epoch.
+
+        Returns:
+            What the model returned beside the losses; with ``return_loss`` that and the losses.
+
+        Raises:
+            StopIteration: The iterator ended and its batches are computed. The next call asks the iterator again.
+            HybridRecError: A rank refused the batch: it is left out, the shards are as before, and all ranks raise.
+            Exception: What the iterator, the model, the optimizer or a stage raised.
+        """
+        source = self._select(dataloader_iter)
+        self._fill(source)
+        if not source.queue:
+            source.is_exhausted = False
+            raise StopIteration
+        batch = source.queue[0]
+        stages = self._stages
+        assert stages is not None
+        try:
+            self._wait(source, batch)
+            result = self._compute(source, batch)
+        except Exception:
+            self._give_up(source, batch)
+            raise
+        source.queue.popleft()
+        stages.release(batch)
+        batch.move_to(BatchState.RELEASED)
+        self._clock.add_stages(batch.times)
+        return result
+
+    def stats(self) -> PipelineStats:
+        """What the pipeline did so far on this rank. Not collective; does not wait for the host thread."""
+        modules = hashed_modules(self._model).values()
+        tables = [table for module in modules for table in module.stats()]
+        return PipelineStats(
+            depth=self._depth,
+            batches_taken=self._num_taken,
+            batches_committed=self._num_committed,
+            batches_dropped=self._num_dropped,
+            batches_in_flight=sum(len(source.queue) for source in self._sources),
+            stage_seconds=self._clock.stage_seconds(),
+            stall_seconds=self._clock.stall_seconds(),
+            load_bytes=sum(table.load_bytes for table in tables),
+            write_back_bytes=sum(table.write_back_bytes for table in tables),
+            copied_bytes=sum(module.copied_bytes for module in modules),
+        )
+
+    def flush(self) -> None:
+        """Write every row that is newer on the device back to the host's store. Batches in flight stay."""
+        self.withdraw()
+        for module in hashed_modules(self._model).values():
+            module.lookup.flush()
+
+    def reset(self) -> None:
+        """Drop the batches in flight, and count them: what remains is the state after the committed ones."""
+        self.withdraw()
+        for source in self._sources:
+            self._drop(source)
+        self._sources.clear()
+
+    def detach(self) -> nn.Module:
+        """Give the model its own forward back. Batches in flight stay, and `progress` attaches again by itself."""
+        self.withdraw()
+        self._calls.detach()
+        self._model_attached = False
+        return self._model
+
+    def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
+        """Take the model, or another one with the same collections, for the next `progress`."""
+        if model is not None and model is not self._model:
+            if any(source.queue for source in self._sources):
+                raise StateError(
+                    "attach(model): batches of the model before are in flight. Let progress() drain them, or reset()."
+                )
+            self._calls.detach()
+            self._calls.check(model)
+            self._model = self._model_fwd = model
+        self._model_attached = True
+
+    # ---- for the calls that stand in the model -------------------------------------------------------------------
+
+    def withdraw(self) -> None:
+        """Take back what was mapped ahead; see `HostStages.withdraw`. Collective."""
+        if self._stages is not None:
+            self._stages.withdraw(batch for source in self._sources for batch in source.queue)
+
+    def prepared(self, call: PipelinedCall, batch: InFlightBatch) -> Callable[[], Any]:
+        """For `PipelinedCall`."""
+        return self._calls.prepared(call, batch)
+
+    # ---- order ---------------------------------------------------------------------------------------------------
+
+    def _select(self, iterator: Iterator[Any]) -> Source:
+        """The source of an iterator in the mode in force; what other sources mapped is taken back."""
+        if not hasattr(iterator, "__next__"):
+            raise ConfigError(
+                f"progress() got a {type(iterator).__name__}, which is no iterator. Pass iter(loader), made once "
+                "before the loop: a new one at every call would begin anew."
+            )
+        if self._thread.claim(self):
+            self.withdraw()
+        is_training = self._model.training and torch.is_grad_enabled()
+        mode = Mode(
+            is_training=is_training,
+            modules=tuple(m.training and is_training for m in hashed_modules(self._model).values()),
+        )
+        if self._sources and self._sources[-1].iterator is iterator and self._sources[-1].mode == mode:
+            return self._sources[-1]
+        if self._sources:
+            self.withdraw()
+        found = next((s for s in self._sources if s.iterator is iterator and s.mode == mode), None)
+        self._sources = [s for s in self._sources if s.queue and s is not found]
+        self._sources.append(found or Source(iterator=iterator, mode=mode))
+        return self._sources[-1]
+
+    def _fill(self, source: Source) -> None:
+        """Take batches until the pipeline is as deep as it should be, and ask for their stages."""
+        if source.queue and not self._calls.is_attached:
+            self._attach_to(source.queue[0].host)
+        while len(source.queue) < self._depth and not source.is_exhausted:
+            batch = self._take(source)
+            if batch is not None:
+                assert self._stages is not None
+                self._stages.distribute(batch)
+                source.queue.append(batch)
+            elif not self._execute_all_batches:
+                self._drop(source)
+            self._ask_for_maps(source)
+        self._ask_for_maps(source)
+
+    def _ask_for_maps(self, source: Source) -> None:
+        """MAP in order. From depth 3 on a batch is mapped when the next one's ids are on their way, not before."""
+        holds_back_last = self._depth >= 3 and not source.is_exhausted and len(source.queue) > 1
+        for batch in itertools.islice(source.queue, len(source.queue) - int(holds_back_last)):
+            if batch.mapping is None:
+                assert self._stages is not None
+                self._stages.map(batch)
+
+    def _take(self, source: Source) -> InFlightBatch | None:
+        """The iterator's next batch, on its way to the device; None if there is none."""
+        index = self._num_taken
+        start = time.perf_counter()
+        with record_function(f"## load {index} ##"):
+            try:
+                host = next(source.iterator)
+            except StopIteration:
+                source.is_exhausted = True
+                return None
+            finally:
+                self._clock.add("load", time.perf_counter() - start)
+        self._num_taken += 1
+        batch = InFlightBatch(index=index, mode=source.mode, host=host, device=None, arrived=None)
+        try:
+            if not isinstance(host, (Tensor, Pipelineable)):
+                raise ConfigError(
+                    f"the iterator gave a {type(host).__name__}; batch {index} is left out. Yield objects of a class "
+                    "that derives from torchrec.streamable.Pipelineable: to(), record_stream() and pin_memory()."
+                )
+            if not self._calls.is_attached:
+                self._attach_to(host)
+            start = time.perf_counter()
+            with stage(batch, "copy"):
+                self._copy(batch)
+            self._clock.add_stall("copy", time.perf_counter() - start)
+        except BaseException:
+            self._num_dropped += 1
+            raise
+        return batch
+
+    def _copy(self, batch: InFlightBatch) -> None:
+        """COPY: the batch to the device, without waiting where its memory is pinned."""
+        if self._memcpy_stream is None:
+            batch.device = batch.host.to(device=self._device, non_blocking=True)
+            return
+        # The loader may have worked on the device, on this thread's stream.
+        batch.arrived = self._backend.record_event(self._backend.current_stream(self._device))
+        self._memcpy_stream.wait_event(batch.arrived)
+        with self._backend.use_stream(self._memcpy_stream):
+            batch.device = batch.host.to(device=self._device, non_blocking=True)
+        batch.copied = self._backend.record_event(self._memcpy_stream)
+
+    def _attach_to(self, batch: Any) -> None:
+        """Put this pipeline's calls into the model."""
+        self._calls.attach(self._model, batch)
+        self._model_attached = True
+        self._stages = HostStages(self._calls.hashed, self._thread, self._backend, self._device)
+        for call in self._calls.hashed:
+            call.module.lookup.batches_in_flight = self._depth
+
+    # ---- one batch's step ----------------------------------------------------------------------------------------
+
+    def _wait(self, source: Source, batch: InFlightBatch) -> None:
+        assert self._stages is not None
+        start = time.perf_counter()
+        with record_function(f"## stall {batch.index} ##"):
+            try:
+                while not self._stages.wait_mapped(batch):
+                    self.withdraw()
+                    self._ask_for_maps(source)
+            finally:
+                self._clock.add_wait(start, time.perf_counter(), batch.times)
+
+    def _compute(self, source: Source, batch: InFlightBatch) -> Any:
+        next_batch = source.queue[1] if len(source.queue) > 1 else None
+        if batch.mode.is_training:
+            self._optimizer.zero_grad()
+        if self._memcpy_stream is not None:
+            current = self._backend.current_stream(self._device)
+            current.wait_event(batch.copied)
+            batch.device.record_stream(current)
+        self._calls.start_plain(batch)
+        if next_batch is not None:
+            self._calls.start_plain(next_batch)
+        batch.move_to(BatchState.COMPUTING)
+        self.computing = batch
+        try:
+            with stage(batch, "forward"):
+                losses, output = self._checked(self._model_fwd(batch.device))
+        finally:
+            self.computing = None
+        if next_batch is not None:
+            self._calls.wait_plain_sizes(next_batch)
+        if batch.mode.is_training:
+            with stage(batch, "backward"):
+                self._backward_of(losses)
+            with stage(batch, "optimizer"):
+                self._optimizer.step()
+            self._num_committed += 1
+        return (output, losses) if self._return_loss else output
+
+    def _backward_of(self, losses: Tensor) -> None:
+        torch.sum(losses, dim=0).backward()
+
+    def _checked(self, result: Any) -> tuple[Tensor, Any]:
+        if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[0], Tensor):
+            raise ConfigError(
+                f"the model returned a {type(result).__name__}, not (losses, output) with a tensor of losses. Return "
+                "both from its forward; output may be anything."
+            )
+        return result[0], result[1]
+
+    def _give_up(self, source: Source, batch: InFlightBatch) -> None:
+        """A batch failed: it is left out, and the shards are as they were before it."""
+        assert self._stages is not None
+        self.withdraw()
+        self._stages.release(batch)
+        batch.move_to(BatchState.DROPPED)
+        source.queue.popleft()
+        self._num_dropped += 1
+
+    def _drop(self, source: Source) -> None:
+        if source.queue:
+            self.withdraw()
+        for batch in source.queue:
+            batch.move_to(BatchState.DROPPED)
+        self._num_dropped += len(source.queue)
+        source.queue.clear()

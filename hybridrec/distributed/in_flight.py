@@ -1,0 +1,130 @@
+"""One batch of the pipeline: its states, and which stage may follow which.
+
+::
+
+    TAKEN --distribute--> DISTRIBUTED --map--> MAPPED --start--> COMPUTING --release--> RELEASED
+                               ^                 |
+                               +------unmap------+            drop, from any state that is not final --> DROPPED
+
+Only the training thread changes a state; the host thread works for a batch between a ``submit`` and its job's end.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrec.distributed.host_thread import Job
+from hybridrec.errors import StateError
+
+
+class BatchState(enum.Enum):
+    """See the module's drawing."""
+
+    TAKEN = "taken"
+    DISTRIBUTED = "distributed"
+    MAPPED = "mapped"
+    COMPUTING = "computing"
+    RELEASED = "released"
+    DROPPED = "dropped"
+
+
+_LEGAL = {
+    (BatchState.TAKEN, BatchState.DISTRIBUTED),
+    (BatchState.DISTRIBUTED, BatchState.MAPPED),
+    (BatchState.MAPPED, BatchState.DISTRIBUTED),
+    (BatchState.MAPPED, BatchState.COMPUTING),
+    (BatchState.COMPUTING, BatchState.RELEASED),
+    (BatchState.TAKEN, BatchState.DROPPED),
+    (BatchState.DISTRIBUTED, BatchState.DROPPED),
+    (BatchState.MAPPED, BatchState.DROPPED),
+    (BatchState.COMPUTING, BatchState.DROPPED),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """What the model was set to when a batch was taken."""
+
+    is_training: bool
+    """Whether the batch has a backward."""
+    modules: tuple[bool, ...]
+    """Whether each hashed collection trains."""
+
+
+@dataclass
+class StageTime:
+    """When a stage worked for a batch, by `time.perf_counter`."""
+
+    stage: str
+    start: float
+    end: float
+
+
+@dataclass(kw_only=True, eq=False)
+class InFlightBatch:
+    """One batch between the loader and the end of its step. A value of the training thread; see the module."""
+
+    index: int
+    """0 for the first batch that the pipeline took."""
+    mode: Mode
+    host: Any
+    """As the loader gave it: hashed collections take their ids from it."""
+    device: Any
+    """Its copy on the device: what the model gets."""
+    arrived: Any
+    """Event behind what the loader's own operations on the device did for the batch."""
+    contexts: list[Any] = field(default_factory=list)
+    """One `HashBatchContext` a hashed collection."""
+    dist_inputs: list[Any] = field(default_factory=list)
+    """One a hashed collection: awaitables of the keys that this rank owns, then the keys."""
+    copied: Any = None
+    """Event behind the arrival of ``device``; None: it is there."""
+    plain: dict[str, Any] | None = None
+    """Plain collection -> (its context, its request), once its input dist began."""
+    plain_sizes_known: bool = False
+    distributing: Job | None = None
+    mapping: Job | None = None
+    must_not_wait: bool = False
+    """The training thread waits for this batch: nothing that it waits for can come any more."""
+    is_withdrawn: bool = False
+    """The job that should have mapped it took it back instead."""
+    times: list[StageTime] = field(default_factory=list)
+    """Of the stages that worked for it."""
+    _state: BatchState = BatchState.TAKEN
+
+    @property
+    def state(self) -> BatchState:
+        """See the module's drawing."""
+        return self._state
+
+    def move_to(self, state: BatchState) -> None:
+        """Change the state.
+
+        Raises:
+            StateError: That is no legal transition. Nothing changed.
+        """
+        if (self._state, state) not in _LEGAL:
+            raise StateError(
+                f"batch {self.index} of the pipeline is {self._state.value}; it cannot become {state.value}."
+            )
+        self._state = state
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the pipeline is done with it."""
+        return self._state in (BatchState.RELEASED, BatchState.DROPPED)
+
+
+@dataclass(kw_only=True, eq=False)
+class Source:
+    """An iterator in one mode, and the batches that were taken from it and not yet released."""
+
+    iterator: Iterator[Any]
+    mode: Mode
+    queue: collections.deque[InFlightBatch] = field(default_factory=collections.deque)
+    is_exhausted: bool = False
+    """`next` raised StopIteration; it is not called again before `progress` has said so to its caller."""

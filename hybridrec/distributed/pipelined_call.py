@@ -1,0 +1,105 @@
+"""What stands in place of a sharded collection's ``forward`` while a pipeline has the model.
+
+Called inside `progress`, with what the traced model passes to it, it returns what was prepared ahead. Any other call is
+an ordinary forward: the pipeline takes back what it prepared, so that the call sees the state that was trained so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hybridrec._compat.train_pipeline import BaseForward
+from hybridrec.distributed.in_flight import InFlightBatch
+
+logger = logging.getLogger("hybridrec")
+
+
+class CallOwner(Protocol):
+    """The pipeline, as its calls see it."""
+
+    computing: InFlightBatch | None
+    """The batch whose forward runs now."""
+
+    def withdraw(self) -> None:
+        """Take back what was prepared for batches to come."""
+
+    def detach(self) -> Any:
+        """Give the model back."""
+
+    def prepared(self, call: PipelinedCall, batch: InFlightBatch) -> Callable[[], Any]:
+        """What finishes a collection's forward of a batch. To be called once."""
+
+
+class PipelinedCall(BaseForward):  # type: ignore[misc]
+    """In place of one sharded module's ``forward``; made by TorchRec's rewriting of the model."""
+
+    def __init__(self, owner: CallOwner, name: str, args: Any, module: Any) -> None:
+        """
+        Args:
+            owner: Held weakly: a model outlives its pipelines.
+            name: Of the module in the model.
+            args: TorchRec's recipe: from a batch to the module's arguments.
+            module: The sharded module.
+        """
+        super().__init__(name, args, module, None, None)
+        self._owner = weakref.ref(owner)
+        self.module = module
+        self._had_own_forward = "forward" in module.__dict__
+        self._original = module.forward
+        self._called_for = -1
+        self._has_warned = False
+
+    def owner(self) -> CallOwner | None:
+        """The pipeline; None if it is gone."""
+        return self._owner()
+
+    def arguments_of(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        """What the model's forward passes to the module for a batch, prepared for its input dist."""
+        args, kwargs = self.args.build_args_kwargs(batch)
+        args, kwargs = self.module.preprocess_input(args, kwargs)
+        return list(args), dict(kwargs)
+
+    def restore(self) -> None:
+        """Give the module its own forward back."""
+        if self._had_own_forward:
+            self.module.forward = self._original
+        else:
+            self.module.__dict__.pop("forward", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner()
+        if owner is None:
+            return self._original(*args, **kwargs)
+        batch = owner.computing
+        if batch is None or self._called_for == batch.index or not self._is_as_traced(batch, args, kwargs):
+            owner.withdraw()
+            return self._original(*args, **kwargs)
+        self._called_for = batch.index
+        return owner.prepared(self, batch)()
+
+    def _is_as_traced(self, batch: InFlightBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model passes what tracing it said that it would.
+
+        An argument that tracing builds anew each time (a KJT that the forward constructs) cannot be compared.
+        """
+        expected, again = (self.args.build_args_kwargs(batch.device) for _ in range(2))
+        positional = zip(expected[0], again[0], args, strict=False)
+        named = ((expected[1].get(name), again[1].get(name), value) for name, value in kwargs.items())
+        differs = any(first is second and first is not given for first, second, given in (*positional, *named))
+        if differs and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: the model passes something else than what tracing its forward found, so this call is not "
+                "prefetched. A branch in forward that decides what is looked up cannot be traced.",
+                self.name,
+            )
+        return not differs
+
+
+def calls_of(module: Any) -> PipelinedCall | None:
+    """What stands in place of a module's forward, or None."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, PipelinedCall) else None
