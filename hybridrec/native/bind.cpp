@@ -158,7 +158,16 @@ void bind_batches(nb::class_<ShardGroup>& group) {
           "ordinal"_a, "staging_ptr"_a, WithoutGil())
       .def("commit", &ShardGroup::commit, "ordinal"_a, WithoutGil())
       .def("undo", &ShardGroup::undo, "ordinal"_a, WithoutGil())
-      .def("flush", &ShardGroup::flush, WithoutGil());
+      .def("flush", &ShardGroup::flush, WithoutGil())
+      .def(
+          "flush_counts", [](ShardGroup& g, Address counts) { g.flush_counts(at<int64_t>(counts)); }, "counts_ptr"_a,
+          WithoutGil(), "int64 [T]")
+      .def(
+          "flush_slots", [](ShardGroup& g, Address slots) { g.flush_slots(at<int64_t>(slots)); }, "slots_ptr"_a,
+          WithoutGil(), "int64 [sum of flush_counts]")
+      .def(
+          "flush_records", [](ShardGroup& g, Address staging) { g.flush_records(at<const float>(staging)); },
+          "staging_ptr"_a, WithoutGil());
 }
 
 void bind_reads(nb::class_<ShardGroup>& group) {

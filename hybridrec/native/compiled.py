@@ -116,6 +116,18 @@ class CompiledShardGroup:
         with _errors():
             self._group.flush()
 
+    def flush_counts(self, counts: Tensor) -> None:
+        with _errors():
+            self._group.flush_counts(counts.data_ptr())
+
+    def flush_slots(self, slots: Tensor) -> None:
+        with _errors():
+            self._group.flush_slots(slots.data_ptr())
+
+    def flush_records(self, staging: Tensor) -> None:
+        with _errors():
+            self._group.flush_records(staging.data_ptr())
+
     def entries(self, table: int) -> tuple[Int64s, UInt32s, UInt32s, Int64s, UInt32s]:
         with _errors():
             n = self._group.num_entries(table)

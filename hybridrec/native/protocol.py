@@ -211,6 +211,24 @@ class ShardGroup(Protocol):
     def flush(self) -> None:
         """Write every dirty resident row back to the store (host-memory device tier); slots stay, now clean."""
 
+    def flush_counts(self, counts: object) -> None:
+        """int64 [T], written: per table, resident rows that are newer in their slot than in the store.
+
+        The flush of a device tier that is not host memory: ``flush_counts``, ``flush_slots``, the caller reads the
+        slots' records into host memory, ``flush_records``. Each is legal when ``flush`` is.
+        """
+
+    def flush_slots(self, slots: object) -> None:
+        """int64 [sum of the counts], written: the slots of these rows, table after table, ascending."""
+
+    def flush_records(self, staging: object) -> None:
+        """Staging -> store; the slots are clean then. float32, the records of ``flush_slots`` in its order.
+
+        Legal once after ``flush_slots``, and only if no batch was committed, undone, or planned with rows to move, and
+        nothing was flushed since: else the staging may hold old values. Asks for the host budget as ``flush`` does,
+        before anything is written; refused then, it may be called again.
+        """
+
     def entries(self, table: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(keys int64, row numbers uint32, scores uint32, slots int64 or -1, pins uint32), all [R], by row number."""
 

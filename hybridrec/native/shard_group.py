@@ -58,6 +58,7 @@ class ShardGroup:
         self._num_slots = [spec.num_slots for spec in specs]
         self._moving: dict[int, tuple[int, int]] = {}  # ordinal -> (sum L, sum V)
         self._bound: dict[int, tuple[Tensor, ...]] = {}  # the core has their addresses
+        self._flushing = [0] * len(self._specs)  # rows of every table at the last flush_slots
         self._read_counts: dict[int, list[int]] = {}  # handle -> U of every table
         is_compiled = (core or serving_core()) == "compiled"
         self._core: Any = (CompiledShardGroup if is_compiled else reference.ShardGroup)(
@@ -152,8 +153,11 @@ class ShardGroup:
     def _check_staging(self, call: str, ordinal: int, staging: Tensor, *, column: int) -> None:
         counts = torch.empty((len(self._specs), 2), dtype=torch.int64)
         self._core.swap_counts(ordinal, self._give(counts))
+        self._check_floats(call, staging, counts[:, column].tolist())
+
+    def _check_floats(self, call: str, staging: Tensor, num_records: Sequence[int]) -> None:
         widths = [s.dim * (1 + s.num_row_states) + s.num_row_wise_states for s in self._specs]
-        floats = sum(n * w for n, w in zip(counts[:, column].tolist(), widths, strict=True))
+        floats = sum(n * w for n, w in zip(num_records, widths, strict=True))
         check_tensor(call, "staging", staging, torch.float32, [None])
         if staging.numel() < floats:
             raise ConfigError(f"{call}: staging has {staging.numel():,} floats. Accepted: {floats:,} and more.")
@@ -171,6 +175,32 @@ class ShardGroup:
     def flush(self) -> None:
         """Write every dirty resident row back to the store; rows stay in their slots, now clean."""
         self._core.flush()
+
+    def flush_counts(self, counts: Tensor) -> None:
+        """int64 [T], written: per table, rows that are newer in their slot than in the store."""
+        check_tensor("flush_counts", "counts", counts, torch.int64, [len(self._specs)])
+        self._core.flush_counts(self._give(counts))
+
+    def flush_slots(self, slots: Tensor) -> None:
+        """int64 [sum of the counts], written: these rows' slots, table after table, ascending.
+
+        Then read the slots' records out of the device and call `flush_records` before anything else happens.
+        """
+        counts = torch.empty(len(self._specs), dtype=torch.int64)
+        self._core.flush_counts(self._give(counts))
+        check_tensor("flush_slots", "slots", slots, torch.int64, [int(counts.sum())])
+        self._core.flush_slots(self._give(slots))
+        self._flushing = counts.tolist()
+
+    def flush_records(self, staging: Tensor) -> None:
+        """Staging -> store; the slots are clean then. float32, the records of `flush_slots` in its order.
+
+        Raises:
+            StateError: `flush_slots` was not called, or what it told has changed since: call it again. Nothing changed.
+            CapacityError: Or `StateError`: the host budget has no room for the rows. Nothing changed.
+        """
+        self._check_floats("flush_records", staging, self._flushing)
+        self._core.flush_records(self._give(staging))
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

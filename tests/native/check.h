@@ -38,3 +38,4 @@ class Random {
 
 void test_parts();
 void test_shard_group();
+void test_shard_group_cases();

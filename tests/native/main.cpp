@@ -5,5 +5,6 @@
 int main() {
   test_parts();
   test_shard_group();
+  test_shard_group_cases();
   std::puts("native tests passed");
 }

@@ -215,6 +215,30 @@ class Driver:
             self._check_records()
         self.check()
 
+    def flush_staged(self) -> None:
+        """The flush of a device that is not host memory."""
+        is_legal = self.model.can_read()
+        dirty = [[s for s, row in sorted(m.slots.items()) if row in m.dirty] for m in self.model.tables]
+        for system in self.systems:
+            counts = torch.empty(len(self.specs), dtype=torch.int64)
+            self._call(system, "flush_counts", counts, is_legal=is_legal)
+            if not is_legal:
+                self._call(system, "flush_records", torch.empty(1000), is_legal=False)
+                continue
+            self._same(system, "counts of dirty slots", counts.tolist(), [len(d) for d in dirty])
+            slots = torch.empty(sum(map(len, dirty)), dtype=torch.int64)
+            self._call(system, "flush_slots", slots)
+            self._same(system, "dirty slots", slots.tolist(), sum(dirty, []))
+            parts = zip(system.slots, slots.split(counts.tolist()), strict=True)
+            staging = torch.cat([memory.read(part).reshape(-1) for memory, part in parts])
+            self._call(system, "flush_records", staging)
+            self._call(system, "flush_records", staging, is_legal=False)
+        if is_legal:
+            for table in self.model.tables:
+                table.dirty.clear()
+            self._check_records()
+        self.check()
+
     def resize(self, table: int, more: int) -> None:
         model = self.model.tables[table]
         new = model.num_slots + more
@@ -383,7 +407,7 @@ def random_operation(driver: Driver, rng: random.Random, num_ids: int) -> None:
     elif draw < 0.94:
         driver.read(random_batch(rng, num_ids=num_ids + 3, longest=3))
     elif draw < 0.97:
-        driver.flush()
+        rng.choice([driver.flush, driver.flush_staged])()
     elif draw < 0.972 and max(len(s.slots[0].weights) for s in driver.systems) < 9:
         driver.resize(rng.randrange(2), rng.randint(0, 2))
     elif draw > 0.98 and unmoved:

@@ -54,9 +54,9 @@ class ShardGroupMachine(RuleBasedStateMachine):
     def read(self, ids: list[list[int]]) -> None:
         self.driver.read(ids)
 
-    @rule()
-    def flush(self) -> None:
-        self.driver.flush()
+    @rule(is_staged=st.booleans())
+    def flush(self, is_staged: bool) -> None:
+        self.driver.flush_staged() if is_staged else self.driver.flush()
 
     @rule(table=st.integers(0, 1), more=st.integers(0, 2))
     def resize(self, table: int, more: int) -> None:

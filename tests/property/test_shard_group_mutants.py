@@ -215,6 +215,23 @@ def lose_victims_that_are_scattered_last(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReferenceGroup, "scatter_victims", scatter_victims)
 
 
+@mutant
+def forget_that_a_flushed_slot_is_clean(patch: pytest.MonkeyPatch) -> None:
+    def flush(self: TableShard, records: Any) -> None:
+        slots = self.slots.dirty_slots()
+        self.store.allocate(self.slots[s].row for s in slots)
+        for s, record in zip(slots, records, strict=True):
+            self.store.write(self.slots[s].row, record)
+
+    patch.setattr(TableShard, "flush", flush)
+
+
+@mutant
+def flush_records_of_other_tables_slots(patch: pytest.MonkeyPatch) -> None:
+    original = ReferenceGroup.flush_records
+    patch.setattr(ReferenceGroup, "flush_records", lambda self, staging: original(self, staging[::-1].copy()))
+
+
 def _walk() -> None:
     for policy in ("evict", "grow"):
         for seed in range(4):
@@ -231,4 +248,4 @@ def test_the_model_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_model_finds_nothing_in_what_is_right() -> None:
     _walk()
-    assert len(MUTANTS) >= 19
+    assert len(MUTANTS) >= 21

@@ -35,6 +35,9 @@ class ShardGroup:
         self._open = OpenBatches()
         self._last_ordinal = 0
         self._num_plans = 0  # that succeeded, undone ones included
+        # Rises with whatever changes which slots are dirty, or their rows. A move needs no count: its plan had one.
+        self._dirty_version = 1
+        self._flushing_version = 0  # at the last flush_slots
         self._reads: dict[int, list[list[int]]] = {}  # handle -> unique keys of every table
         self._last_handle = 0
         self._lock = threading.RLock()
@@ -83,6 +86,7 @@ class ShardGroup:
             for (positions, table_keys), decision in zip(occurrences, decisions, strict=True):
                 slots[positions] = [decision.slot_of_key[key] for key in table_keys]
             moves = [move for decision in decisions for move in decision.moves]
+            self._dirty_version += bool(moves)
             num_inits = sum(move.is_new for move in moves)
             return Plan(
                 status=PlanStatus.OK,
@@ -204,6 +208,7 @@ class ShardGroup:
             for shard, journal in zip(self._tables, batch.tables, strict=True):
                 shard.commit(journal)
             batch.is_committed = True
+            self._dirty_version += 1
             self._finalize()
 
     def undo(self, ordinal: int) -> None:
@@ -215,6 +220,7 @@ class ShardGroup:
                     shard.undo_moves(journal, is_scattered=batch.is_scattered)
                 shard.undo(journal, [(b.tables[t], b.is_committed) for b in later])
             self._open.remove(batch)
+            self._dirty_version += 1
             if ordinal == self._last_ordinal:
                 self._last_ordinal -= 1
             self._finalize()
@@ -268,24 +274,51 @@ class ShardGroup:
         with self._lock:
             self._reads.pop(handle, None)
 
+    # ---- flush ---------------------------------------------------------------------------------------------------
+
     def flush(self) -> None:
         with self._lock:
             self._open.require_all_moved("flush")
-            dirty = [shard.slots.dirty_slots() for shard in self._tables]
-            rows = [[shard.slots[s].row for s in slots] for shard, slots in zip(self._tables, dirty, strict=True)]
-            pairs = list(zip(self._tables, rows, strict=True))
-            extra = sum(shard.store.chunk_bytes(len(shard.store.missing_chunks(r))) for shard, r in pairs)
-            if self._budget and self._host_bytes() + extra > self._budget:
-                raise CapacityError(
-                    f"flush needs {extra:,} bytes of host memory and {self._budget - self._host_bytes():,} are left of "
-                    "the budget. Raise host_memory_bytes. Nothing changed."
-                )
+            self._require_room_for_flush("flush")
             memories = [self._bound(shard, "flush") for shard in self._tables]
-            for (shard, table_rows), slots, memory in zip(pairs, dirty, memories, strict=True):
-                shard.store.allocate(table_rows)
-                for s, row in zip(slots, table_rows, strict=True):
-                    shard.store.write(row, memory.read(s))
-                    shard.slots[s].is_dirty = False
+            for shard, memory in zip(self._tables, memories, strict=True):
+                shard.flush([memory.read(s) for s in shard.slots.dirty_slots()])
+            self._dirty_version += 1
+
+    def flush_counts(self, counts: Int64s) -> None:
+        with self._lock:
+            self._open.require_all_moved("flush_counts")
+            counts[...] = [len(shard.slots.dirty_slots()) for shard in self._tables]
+
+    def flush_slots(self, slots: Int64s) -> None:
+        with self._lock:
+            self._open.require_all_moved("flush_slots")
+            slots[...] = [s for shard in self._tables for s in shard.slots.dirty_slots()]
+            self._flushing_version = self._dirty_version
+
+    def flush_records(self, staging: NDArray[np.float32]) -> None:
+        with self._lock:
+            self._open.require_all_moved("flush_records")
+            if self._flushing_version != self._dirty_version:
+                raise StateError(
+                    "flush_records(): rows were trained or moved since flush_slots(), or it was not called. Begin "
+                    "again with it. Nothing changed."
+                )
+            self._require_room_for_flush("flush_records")
+            parts = self._records(staging, [len(shard.slots.dirty_slots()) for shard in self._tables])
+            for shard, records in zip(self._tables, parts, strict=True):
+                shard.flush(records)
+            self._dirty_version += 1
+
+    def _require_room_for_flush(self, call: str) -> None:
+        extra = sum(shard.host_bytes_of_flush() for shard in self._tables)
+        if self._budget and self._host_bytes() + extra > self._budget:
+            raise CapacityError(
+                f"{call} needs {extra:,} bytes of host memory and {self._budget - self._host_bytes():,} are left of "
+                "the budget. Raise host_memory_bytes. Nothing changed."
+            )
+
+    # ---- what is there -------------------------------------------------------------------------------------------
 
     def entries(self, table: int) -> tuple[Int64s, NDArray[np.uint32], NDArray[np.uint32], Int64s, NDArray[np.uint32]]:
         with self._lock:
@@ -338,7 +371,7 @@ class ShardGroup:
                 host_bytes=shard.host_bytes,
             )
 
-    # ---- inside --------------------------------------------------------------------------------------------------------
+    # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _read(self, handle: int, call: str) -> list[list[int]]:
         self._open.require_all_moved(call)

@@ -6,7 +6,7 @@ That is why a refusal has nothing to take back here; the C++ core changes as it 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -256,6 +256,19 @@ class TableShard:
         narrow = np.array(spec.state_initial_values[spec.num_row_states :], dtype=np.float32)
         records[:, spec.dim :] = np.concatenate([wide, narrow])
         return records
+
+    def flush(self, records: Iterable[NDArray[np.float32]]) -> None:
+        """Records of all dirty slots, in order -> store; the slots are clean then."""
+        slots = self.slots.dirty_slots()
+        self.store.allocate(self.slots[s].row for s in slots)
+        for s, record in zip(slots, records, strict=True):
+            self.store.write(self.slots[s].row, record)
+            self.slots[s].is_dirty = False
+
+    def host_bytes_of_flush(self) -> int:
+        """Host memory that `flush` will allocate."""
+        rows = [self.slots[s].row for s in self.slots.dirty_slots()]
+        return self.store.chunk_bytes(len(self.store.missing_chunks(rows)))
 
     def victims_left(self, journal: TableJournal) -> None:
         """Victims are in the store now."""

@@ -169,11 +169,13 @@ Plan ShardGroup::plan(const KeyBatch& keys, int64_t* slots) {
     plan.num_write_backs += static_cast<int64_t>(journal.write_backs);
   }
   batch->ordinal = ordinal;
-  batch->has_moves = plan.num_loads + plan.num_inits != 0;
-  batch->state = batch->has_moves ? State::kPlanned : State::kMoved;
+  const bool has_moves = plan.num_loads + plan.num_inits != 0;
+  batch->has_moves = has_moves;
+  batch->state = has_moves ? State::kPlanned : State::kMoved;
   batches_.push_back(std::move(batch));
   ++next_ordinal_;
   ++num_plans_;
+  if (has_moves) ++dirty_version_;
   return plan;
 }
 
@@ -320,6 +322,7 @@ void ShardGroup::commit(uint64_t ordinal) {
     threads_.for_each(tables_.size(), commit_table);
   }
   batch.state = State::kCommitted;
+  ++dirty_version_;
   finalize_front();
 }
 
@@ -338,6 +341,7 @@ void ShardGroup::undo(uint64_t ordinal) {
                      " was planned after it. Move its rows, or undo the later batches, first.");
   }
   const bool have_victims_left = batch.state == State::kScattered;
+  ++dirty_version_;
   std::vector<LaterJournal> later;
   for (size_t t = 0; t < tables_.size(); ++t) {
     later.clear();

@@ -96,19 +96,6 @@ void ShardGroup::end_read(uint64_t handle) {
   reads_.erase(handle);
 }
 
-void ShardGroup::flush() {
-  std::lock_guard lock(mutex_);
-  require_all_moved("flush");
-  require_bound(nullptr, "flush");
-  uint64_t bytes = 0;
-  for (const auto& table : tables_) bytes += table->num_dirty_chunks() * table->chunk_bytes();
-  if (budget_.limit() != 0 && budget_.used() + bytes > budget_.limit()) {
-    throw StateError("flush: writing all rows back needs " + std::to_string(budget_.used() + bytes) +
-                     " bytes of host memory in all, the budget is " + std::to_string(budget_.limit()) + ".");
-  }
-  threads_.for_each(tables_.size(), [&](size_t t) { tables_[t]->flush(); });
-}
-
 size_t ShardGroup::num_entries(size_t table) {
   std::lock_guard lock(mutex_);
   return table_at(table).num_rows();

@@ -102,12 +102,16 @@ void TableShard::load(const TableJournal& journal) {
   }
 }
 
-void TableShard::scatter_victims(const TableJournal& journal, const float* staging) {
+void TableShard::write_staged_record(uint32_t row, const float* record) {
   const uint64_t floats = record_floats() - spec_.num_row_wise_states;
+  stream_floats(store_.record(row), record, floats);
+  for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) *store_.row_wise(row, a) = record[floats + a];
+}
+
+void TableShard::scatter_victims(const TableJournal& journal, const float* staging) {
   for (const Victim& victim : journal.victims) {
     if (!victim.is_dirty) continue;
-    stream_floats(store_.record(victim.row), staging, floats);
-    for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) *store_.row_wise(victim.row, a) = staging[floats + a];
+    write_staged_record(victim.row, staging);
     staging += record_floats();
   }
   stream_fence();
@@ -158,16 +162,42 @@ uint64_t TableShard::num_dirty_chunks() const {
   return static_cast<uint64_t>(std::unique(chunks.begin(), chunks.end()) - chunks.begin());
 }
 
-void TableShard::flush() {
+uint64_t TableShard::num_dirty() const {
+  uint64_t n = 0;
+  for (uint32_t slot = 0; slot < slots_.num_slots(); ++slot) n += slots_.state(slot).dirty;
+  return n;
+}
+
+int64_t* TableShard::dirty_slots(int64_t* slots) const {
+  for (uint32_t slot = 0; slot < slots_.num_slots(); ++slot) {
+    if (slots_.state(slot).dirty) *slots++ = slot;
+  }
+  return slots;
+}
+
+// write(row, slot) for every dirty slot, which is clean then.
+template <typename Write>
+void TableShard::flush_each(Write&& write) {
   for (uint32_t slot = 0; slot < slots_.num_slots(); ++slot) {
     if (!slots_.state(slot).dirty) continue;
     const uint32_t row = slots_.row_of(slot);
     const uint32_t chunk = store_.chunk_of(row);
     if (!store_.has_chunk(chunk) && !store_.allocate_chunk(chunk)) throw std::bad_alloc();
-    write_record(row, slot);
+    write(row, slot);
     slots_.state(slot).dirty = 0;
   }
   stream_fence();
+}
+
+void TableShard::flush() {
+  flush_each([this](uint32_t row, uint32_t slot) { write_record(row, slot); });
+}
+
+void TableShard::flush_records(const float* staging) {
+  flush_each([&](uint32_t row, uint32_t) {
+    write_staged_record(row, staging);
+    staging += record_floats();
+  });
 }
 
 int64_t TableShard::slot_of_key(int64_t key) const {

@@ -168,6 +168,67 @@ def test_records_of_dead_or_dirty_rows_are_refused(group: ShardGroup) -> None:
         group.read_records(0, np.array([0]))
 
 
+def flush_slots(group: ShardGroup) -> torch.Tensor:
+    counts = torch.empty(2, dtype=torch.int64)
+    group.flush_counts(counts)
+    slots = torch.empty(int(counts.sum()), dtype=torch.int64)
+    group.flush_slots(slots)
+    return slots
+
+
+def test_a_staged_flush_checks_its_buffers(group: ShardGroup) -> None:
+    group.swap(1)
+    group.commit(1)
+    three = torch.empty(3, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"flush_counts: counts has shape \(3,\)\. Accepted: \[2\]"):
+        group.flush_counts(three)
+    with pytest.raises(ConfigError, match=r"flush_slots: slots has shape \(2,\)\. Accepted: \[3\]"):
+        group.flush_slots(three[:2])
+    with pytest.raises(StateError, match=r"flush_slots"):
+        group.flush_records(torch.empty(18))
+    assert flush_slots(group).tolist() == [0, 1, 0]
+    with pytest.raises(ConfigError, match=r"flush_records: staging has 17 floats\. Accepted: 18 and more"):
+        group.flush_records(torch.empty(17))
+    with pytest.raises(ConfigError, match=r"flush_records: staging has dtype torch\.float64"):
+        group.flush_records(torch.empty(18).double())
+    group.flush_records(torch.arange(18, dtype=torch.float32))
+    rows = np.array([1, 0], dtype=np.uint32)
+    assert group.read_records(0, rows).tolist() == [list(range(8, 16)), list(range(8))]
+    assert group.read_records(1, rows[1:]).tolist() == [[16, 17]]
+
+
+@pytest.mark.parametrize("between", ["commit", "undo", "plan", "flush", "read"])
+def test_a_staged_flush_that_something_came_between_begins_again(group: ShardGroup, between: str) -> None:
+    group.swap(1)
+    three = torch.empty(3, dtype=torch.int64)
+    if between != "commit":
+        group.commit(1)
+    if between == "undo":
+        assert group.plan(keys(1, 2, 3), OFFSETS, TABLES, three).ordinal == 2
+    assert len(flush_slots(group)) == 3
+    if between == "commit":
+        group.commit(1)
+    elif between == "undo":
+        group.undo(2)
+    elif between == "plan":
+        assert group.plan(keys(1, 7, 3), OFFSETS, TABLES, three).ordinal == 2
+        group.swap(2)
+    elif between == "flush":
+        group.flush()
+    else:
+        group.read_plan(keys(1, 2, 3), OFFSETS, TABLES, three, torch.empty(2, dtype=torch.int64))
+        group.flush_records(torch.zeros(18))
+        return
+    before = dump(group)
+    with pytest.raises(StateError, match="flush_slots"):
+        group.flush_records(torch.zeros(100))
+    assert dump(group) == before
+    num_dirty = len(flush_slots(group))
+    assert num_dirty == {"plan": 4, "flush": 0}.get(between, 3)
+    group.flush_records(torch.zeros(100))
+    assert len(flush_slots(group)) == 0
+
+
 def test_a_read_ends_once_and_end_read_may_come_again(group: ShardGroup) -> None:
     group.swap(1)
     handle = group.read_plan(
@@ -254,6 +315,13 @@ def test_a_batch_beyond_the_host_budget_is_refused_and_changes_nothing(core: Cor
     group.commit(2)
     with pytest.raises((CapacityError, StateError), match="host memory"):
         group.flush()
+    counts, dirty = torch.empty(1, dtype=torch.int64), torch.empty(1000, dtype=torch.int64)
+    group.flush_counts(counts)
+    group.flush_slots(dirty)
+    with pytest.raises((CapacityError, StateError), match="host memory"):
+        group.flush_records(torch.zeros(1000 * (64 * 2 + 2)))
+    group.flush_counts(counts)
+    assert counts.tolist() == [1000]
     assert group.counters(0).host_bytes <= first_bytes + 2**20
 
 

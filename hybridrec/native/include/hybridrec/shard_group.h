@@ -70,6 +70,9 @@ class ShardGroup {
   void end_read(uint64_t handle);
 
   void flush();
+  void flush_counts(int64_t* counts);
+  void flush_slots(int64_t* slots);
+  void flush_records(const float* staging);
   size_t num_entries(size_t table);
   void entries(size_t table, int64_t* keys, uint32_t* rows, uint32_t* scores, int64_t* slots, uint32_t* pins);
   void read_records(size_t table, const uint32_t* rows, size_t num_rows, float* out);
@@ -96,6 +99,7 @@ class ShardGroup {
   Batch& batch_to_move(uint64_t ordinal, const char* call);
   void require_all_moved(const char* call) const;
   void require_bound(const Batch* batch, const char* call) const;
+  void require_room_for_flush(const char* call) const;
   void finalize_front();
   const std::vector<std::vector<int64_t>>& read_at(uint64_t handle) const;
   std::vector<uint64_t> staging_offsets(const Batch& batch, bool of_victims) const;
@@ -109,6 +113,9 @@ class ShardGroup {
   std::vector<Refusal> refusals_;
   uint64_t next_ordinal_ = 1;   // undo gives the newest one back
   uint64_t num_plans_ = 0;      // that succeeded, undone ones included: at least the newest ordinal
+  // Rises with whatever changes which slots are dirty, or their rows. A move needs no count: its plan had one.
+  uint64_t dirty_version_ = 1;
+  uint64_t flushing_version_ = 0;  // at the last flush_slots()
   std::map<uint64_t, std::vector<std::vector<int64_t>>> reads_;  // handle -> per table, unique keys
   uint64_t next_read_ = 1;
   UniqueKeys unique_keys_;

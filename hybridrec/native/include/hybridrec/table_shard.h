@@ -122,6 +122,9 @@ class TableShard {
   uint64_t num_dirty_chunks() const;  // chunks that flush() would have to allocate
   uint64_t chunk_bytes() const { return store_.chunk_bytes(); }
   void flush();
+  uint64_t num_dirty() const;
+  int64_t* dirty_slots(int64_t* slots) const;  // returns the end of what it wrote
+  void flush_records(const float* staging);    // of all dirty slots, in order
 
   // The slot of a key's row, or -1.
   int64_t slot_of_key(int64_t key) const;
@@ -158,7 +161,10 @@ class TableShard {
   void undo_ids(TableJournal& journal);
   void restore_evicted(const TableJournal& journal);
   void undo_placement(TableJournal& journal, bool have_victims_left);
+  template <typename Write>
+  void flush_each(Write&& write);
   void write_record(uint32_t row, uint32_t slot);
+  void write_staged_record(uint32_t row, const float* record);
   void read_slot_record(const float* staging_record, uint32_t row);
   void fill_initial(int64_t key, float* weights, std::span<float* const> row_states) const;
   Refusal host_budget_refusal() const;
