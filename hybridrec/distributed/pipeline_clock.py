@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from hybridrec.distributed.in_flight import StageTime
 
@@ -44,8 +43,8 @@ class PipelineClock:
 
     def stage_seconds(self) -> Mapping[str, float]:
         """Stage -> seconds."""
-        return MappingProxyType(dict(self._stages))
+        return dict(self._stages)
 
     def stall_seconds(self) -> Mapping[str, float]:
         """Stage -> seconds."""
-        return MappingProxyType(dict(self._stalls))
+        return dict(self._stalls)

@@ -129,7 +129,9 @@ def make_dense(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-def build(scenario: Scenario, slots: dict[str, int]) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+def build(
+    scenario: Scenario, slots: dict[str, int], model_class: type[Model] = Model
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The user's script: configs, optimizer in backward, planner, sharders, model."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     configs = [
@@ -146,7 +148,7 @@ def build(scenario: Scenario, slots: dict[str, int]) -> tuple[DistributedModelPa
         for t in scenario.tables
     ]
     width = sum(t.dim * len(t.features) for t in scenario.tables)
-    model = Model(HashEmbeddingBagCollection(configs, is_weighted=scenario.is_weighted), width)
+    model = model_class(HashEmbeddingBagCollection(configs, is_weighted=scenario.is_weighted), width)
     optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
     apply_optimizer_in_backward(optimizer_class, model.ebc.parameters(), dict(kwargs))
     sharders = get_default_hybrid_sharders(
