@@ -28,6 +28,7 @@ using hybridrec::Plan;
 using hybridrec::ShardGroup;
 using hybridrec::ShardSpec;
 using hybridrec::SlotPointers;
+using hybridrec::TableShard;
 
 using Address = uintptr_t;
 using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
@@ -89,6 +90,12 @@ void bind_functions(nb::module_& m) {
       },
       nb::kw_only(), "dim"_a, "table_seed"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "bank_ptr"_a, "bank_rows"_a,
       "keys_ptr"_a, "n"_a, "out_ptr"_a, WithoutGil(), "Initial rows of int64 [n] keys -> float32 [n, dim].");
+}
+
+void bind_planning(nb::module_& m) {
+  m.def("planned_host_bytes", &TableShard::planned_bytes, nb::kw_only(), "dim"_a, "num_row_states"_a,
+        "num_row_wise_states"_a, "num_rows"_a, "num_slots"_a, "store_rows"_a,
+        "What Counters.host_bytes will be of a shard of this shape.");
 }
 
 size_t add_table(ShardGroup& group, const std::string& name, uint32_t dim, uint32_t num_row_states,
@@ -221,6 +228,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
   m.doc() = "C++ core of hybridrec: ids, slots, rows and journals of table shards. Use hybridrec.native.";
   bind_functions(m);
+  bind_planning(m);
   nb::class_<ShardGroup> group(m, "ShardGroup");
   group
       .def(nb::init<uint64_t, size_t>(), nb::kw_only(), "host_budget_bytes"_a = 0, "num_threads"_a = 1)

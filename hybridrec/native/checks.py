@@ -16,6 +16,8 @@ FULL_POLICIES = ("grow", "evict", "error")
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_SLOTS = 2**31 - 3
 """Of one table on one rank."""
+MAX_ROWS = 2**32 - 1
+"""Of one table on one rank: row numbers are uint32."""
 
 
 def check_tensor(

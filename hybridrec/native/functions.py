@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrec.errors import ConfigError, IdError
 from hybridrec.native import reference
-from hybridrec.native.checks import check_initial, check_tensor
+from hybridrec.native.checks import MAX_ROWS, MAX_SLOTS, check_initial, check_tensor
 from hybridrec.native.core import CoreName, require_compiled_core, serving_core
 from hybridrec.native.protocol import ShardSpec
 
@@ -74,6 +76,50 @@ def table_seed(seed: int, name: str, *, core: CoreName | None = None) -> int:
     if (core or serving_core()) == "reference":
         return reference.table_seed(seed, name)
     return int(require_compiled_core().table_seed(seed % 2**64, name))
+
+
+def planned_host_bytes(
+    *,
+    dim: int,
+    num_row_states: int,
+    num_row_wise_states: int,
+    num_rows: int,
+    num_slots: int,
+    store_rows: int,
+    core: CoreName | None = None,
+) -> int:
+    """What ``ShardGroup.counters(t).host_bytes`` will say of a table's shard. Cheap: microseconds, no allocation.
+
+    Args:
+        dim: D.
+        num_row_states: M.
+        num_row_wise_states: A.
+        num_rows: Rows that live, wherever their values are; inserted one by one, none ever dropped.
+        num_slots: C.
+        store_rows: How many of them were ever written to the store. Chunks are counted as if these were the first that
+            were inserted; rows picked at random touch up to all chunks of ``num_rows``.
+        core: Whose structures; None: those of the core that serves.
+
+    Returns:
+        Bytes of id map, row numbers, slot index and row chunks; exact up to 70,000 rows. Beyond, which keys come
+        decides when a segment of the id map (2 MiB) splits: near such a size half a segment or so more or less.
+
+    Raises:
+        ConfigError: A number is out of range; names it.
+    """
+    shape = {
+        "dim": (dim, 1, 2**32 - 1),
+        "num_row_states": (num_row_states, 0, 2**16),
+        "num_row_wise_states": (num_row_wise_states, 0, 2**16),
+        "num_rows": (num_rows, 0, MAX_ROWS),
+        "num_slots": (num_slots, 0, MAX_SLOTS),
+        "store_rows": (store_rows, 0, num_rows),
+    }
+    for name, (value, lowest, highest) in shape.items():
+        if not lowest <= value <= highest:
+            raise ConfigError(f"planned_host_bytes: {name}={value:,}. Accepted: {lowest:,} to {highest:,}.")
+    functions: Any = reference if (core or serving_core()) == "reference" else require_compiled_core()
+    return int(functions.planned_host_bytes(**{name: value for name, (value, _, _) in shape.items()}))
 
 
 def initial_fields(spec: ShardSpec) -> dict[str, int | float]:

@@ -104,7 +104,7 @@ class Counters(NamedTuple):
     evicted: int  # committed rows dropped from the table by full_policy "evict"
     rejected: int  # batches refused because of this table
     pins: int  # sum of pins now
-    host_bytes: int  # id map, row numbers, slot index and row chunks: what is allocated now
+    host_bytes: int  # id map, row numbers, slot index, row chunks: allocated now; not journals, which batches size
 
 
 class ShardGroup(Protocol):
@@ -239,4 +239,5 @@ class ShardGroup(Protocol):
 
 
 # Free functions of both: mix64(ids, out), unmix64(keys, out) on int64 arrays; initial_rows(spec, keys, out);
-# table_seed(seed, name) -> int.
+# table_seed(seed, name) -> int; planned_host_bytes(*, dim, num_row_states, num_row_wise_states, num_rows, num_slots,
+# store_rows) -> int, what Counters.host_bytes will be.

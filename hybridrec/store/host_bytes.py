@@ -21,7 +21,8 @@ _ENTRIES_PER_LINE = 4
 _FIRST_LINES, _DOUBLING_LINES, _MAX_LINES = 4, 8192, 30720
 _GOLDEN = 0x9E3779B97F4A7C15
 _KNOWN_DEPTH = 12  # beyond 2^12 segments their limits are as good as evenly spread
-_SLOT_INDEX_BYTES = 8 + 4 + 2 * 12  # state, row, two uses
+SLOT_INDEX_BYTES = 8 + 4 + 2 * 12 + 4
+"""Of one slot, in host memory: its state, its row, two uses, its place among the freed ones."""
 
 
 def planned_host_bytes(
@@ -46,7 +47,7 @@ def planned_host_bytes(
     chunk_bytes = _round_up(rows_per_chunk * row_bytes, _HUGE_PAGE_BYTES)
     store = -(-store_rows // rows_per_chunk) * chunk_bytes
     row_numbers = _array_bytes(num_rows, 8) + _array_bytes(num_rows, 4)
-    return _id_map_bytes(num_rows) + row_numbers + num_slots * _SLOT_INDEX_BYTES + store
+    return _id_map_bytes(num_rows) + row_numbers + num_slots * SLOT_INDEX_BYTES + store
 
 
 def _round_up(n: int, multiple: int) -> int:

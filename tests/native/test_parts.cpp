@@ -54,6 +54,24 @@ void test_initial_rows() {
   CHECK_THROWS(rows.validate(), std::invalid_argument);
 }
 
+// Exact while there is one segment, then what evenly spread keys give.
+void test_planned_bytes() {
+  Budget budget(0);
+  IdMap map(budget);
+  PageArray<uint32_t> array;
+  uint64_t num_off = 0;
+  for (uint32_t n = 0; n < 400000; ++n) {
+    const uint64_t planned = IdMap::planned_bytes(n);
+    num_off += planned * 100 > map.bytes() * 105 || planned * 100 < map.bytes() * 95;
+    if (n < 70000) CHECK(planned == map.bytes() && PageArray<uint32_t>::planned_bytes(n) == array.bytes());
+    const auto key = static_cast<int64_t>(mix64(n));
+    CHECK(map.reserve_one(key, /*must=*/false));
+    map.insert(key, n, 1);
+    array.reserve(n + 1);
+  }
+  CHECK(num_off < 400000 / 30);
+}
+
 void check_map(const IdMap& map, const std::unordered_map<int64_t, uint32_t>& model) {
   map.check();
   CHECK(map.size() == model.size());
@@ -217,6 +235,7 @@ void test_thread_pool() {
 void test_parts() {
   test_mix64();
   test_initial_rows();
+  test_planned_bytes();
   test_id_map_sizes();
   test_id_map_churn();
   test_id_map_crafted_keys();

@@ -1,5 +1,7 @@
 #include "hybridrec/id_map.h"
 
+#include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 namespace hybridrec {
@@ -7,6 +9,7 @@ namespace hybridrec {
 namespace {
 
 constexpr uint32_t kFirstLines = 4;
+constexpr uint64_t kPlannedSegments = 1024;  // whose limits planned_bytes() looks at
 constexpr uint32_t kDoublingLines = 8192;  // below, a segment doubles; then it goes to kMaxLines at once
 
 uint32_t next_line(uint32_t line, uint32_t num_lines) { return line + 1 == num_lines ? 0 : line + 1; }
@@ -45,9 +48,7 @@ std::unique_ptr<IdMap::Segment> IdMap::make_segment(uint32_t num_lines, uint32_t
   segment->num_lines = num_lines;
   segment->depth = depth;
   segment->prefix = prefix;
-  // The load at which it grows is a pure function of its place, so equal histories give equal maps.
-  const uint64_t jitter = mix64(prefix * 64 + depth + kGolden) >> 56;
-  segment->limit = uint64_t{num_lines} * 4 * (594 + jitter * 123 / 256) / 1024;
+  segment->limit = key_limit(num_lines, depth, prefix);
   for (uint32_t i = 0; i < num_lines; ++i) {
     for (IdEntry& entry : segment->lines[i].entry) entry = {kFreeKey, kNoRow, 0};
     segment->passed[i] = 0;
@@ -115,6 +116,40 @@ bool IdMap::can_split(const Segment& segment) const {
   return segment.depth < global_depth_ || (uint64_t{2} << global_depth_) <= 64 + size_ / 64;
 }
 
+uint32_t IdMap::next_num_lines(uint32_t num_lines) {
+  if (num_lines < kDoublingLines) return num_lines * 2;
+  if (num_lines < kMaxLines) return kMaxLines;
+  return num_lines + num_lines / 2;  // keys that agree in their high bits; such a segment is never split again
+}
+
+uint64_t IdMap::planned_bytes(uint64_t n) {
+  uint32_t num_lines = kFirstLines;
+  while (num_lines < kMaxLines && n > key_limit(num_lines, 0, 0)) num_lines = next_num_lines(num_lines);
+  if (num_lines < kMaxLines) return segment_bytes(num_lines);
+  // Keys are spread evenly, and limits differ by less than a factor of two: at one depth some segments have split and
+  // some have not, above it all have, below it none. With many segments, a part of them stands for all.
+  for (uint32_t depth = 0;; ++depth) {
+    const uint64_t num_segments = uint64_t{1} << depth;
+    const uint64_t num_seen = std::min<uint64_t>(num_segments, kPlannedSegments);
+    const double keys = static_cast<double>(n) / static_cast<double>(num_segments);
+    // Standard deviation of the binomial number of keys with one prefix.
+    const double deviation = std::sqrt(keys * (1.0 - 1.0 / static_cast<double>(num_segments)));
+    double num_split = 0;
+    for (uint64_t prefix = 0; prefix < num_seen; ++prefix) {
+      const double excess = keys - static_cast<double>(key_limit(kMaxLines, depth, prefix));
+      if (std::fabs(excess) >= 6 * deviation) {
+        num_split += excess > 0;
+      } else {
+        num_split += 0.5 * std::erfc(-excess / (deviation * std::sqrt(2.0)));
+      }
+    }
+    const double share = num_split / static_cast<double>(num_seen);
+    if (share < 1) {
+      return static_cast<uint64_t>((1 + share) * static_cast<double>(num_segments * segment_bytes(kMaxLines)));
+    }
+  }
+}
+
 bool IdMap::reserve_one(int64_t key, bool must) {
   // A split can leave all keys on one side, so look again.
   for (;;) {
@@ -122,14 +157,7 @@ bool IdMap::reserve_one(int64_t key, bool must) {
     const Segment& segment = *segments_[index];
     if (segment.size < segment.limit) return true;
     const bool is_split = segment.num_lines == kMaxLines && can_split(segment);
-    uint32_t num_lines = segment.num_lines;
-    if (segment.num_lines < kDoublingLines) {
-      num_lines *= 2;
-    } else if (segment.num_lines < kMaxLines) {
-      num_lines = kMaxLines;
-    } else {
-      num_lines += num_lines / 2;  // keys that agree in their high bits; such a segment is never split again
-    }
+    const uint32_t num_lines = next_num_lines(segment.num_lines);
     const uint64_t extra =
         is_split ? segment_bytes(kMaxLines) : segment_bytes(num_lines) - segment_bytes(segment.num_lines);
     if (must) {

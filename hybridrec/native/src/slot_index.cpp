@@ -9,8 +9,7 @@ constexpr size_t kAhead = 16;  // slots whose states are being fetched
 }  // namespace
 
 bool SlotIndex::grow(uint32_t num_slots) {
-  // Exact sizes, not reserve()'s: slots are counted once and cost what was promised.
-  const uint64_t bytes = uint64_t{num_slots} * (sizeof(SlotState) + sizeof(uint32_t) + 2 * sizeof(SlotUse));
+  const uint64_t bytes = bytes_for(num_slots);
   const uint64_t extra = bytes - bytes_;
   if (!budget_.try_take(extra)) return false;
   try {

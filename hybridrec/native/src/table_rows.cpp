@@ -29,6 +29,15 @@ TableShard::TableShard(ShardSpec spec, Budget& budget)
   }
 }
 
+uint64_t TableShard::planned_bytes(uint32_t dim, uint32_t num_row_states, uint32_t num_row_wise_states,
+                                   uint64_t num_rows, uint32_t num_slots, uint64_t store_rows) {
+  Budget no_limit(0);
+  const RowStore store(no_limit, dim, num_row_states, num_row_wise_states);
+  return IdMap::planned_bytes(num_rows) + decltype(key_of_row_)::planned_bytes(num_rows) +
+         decltype(slot_of_row_)::planned_bytes(num_rows) + SlotIndex::bytes_for(num_slots) +
+         store.planned_bytes(store_rows);
+}
+
 bool TableShard::resize_slots(uint32_t num_slots) {
   if (!slots_.grow(num_slots)) return false;
   bound_ = SlotPointers{};

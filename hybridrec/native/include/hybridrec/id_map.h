@@ -56,6 +56,8 @@ class IdMap {
 
   uint64_t size() const { return size_; }
   uint64_t bytes() const { return bytes_; }
+  // What `bytes()` will be once n keys are inserted; of so many segments as split on average.
+  static uint64_t planned_bytes(uint64_t n);
   // More than `bytes()` can rise by while n keys are inserted.
   uint64_t growth_bound(uint64_t n) const { return bytes_ + bytes_ / 2 + 96 * n + kHugePageBytes; }
 
@@ -110,6 +112,12 @@ class IdMap {
     return static_cast<uint32_t>(((key << depth) >> 32) * num_lines >> 32);
   }
   static uint64_t segment_bytes(uint32_t num_lines) { return uint64_t{num_lines} * (sizeof(IdLine) + 4); }
+  // Keys at which a segment grows; a pure function of its place, so equal histories give equal maps.
+  static uint64_t key_limit(uint32_t num_lines, uint32_t depth, uint64_t prefix) {
+    const uint64_t jitter = mix64(prefix * 64 + depth + kGolden) >> 56;
+    return uint64_t{num_lines} * 4 * (594 + jitter * 123 / 256) / 1024;
+  }
+  static uint32_t next_num_lines(uint32_t num_lines);
   static std::unique_ptr<Segment> make_segment(uint32_t num_lines, uint32_t depth, uint64_t prefix);
   static void free_segment(Segment& segment);
   static IdEntry* insert_into(Segment& segment, int64_t key, uint32_t row, uint32_t score);

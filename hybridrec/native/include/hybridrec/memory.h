@@ -132,11 +132,13 @@ class PageArray {
   size_t capacity() const { return capacity_; }
   uint64_t bytes() const { return uint64_t{capacity_} * sizeof(T); }
 
-  // The capacity that `reserve(n)` gives: by half at least, in whole pages.
-  size_t capacity_for(size_t n) const {
-    if (n <= capacity_) return capacity_;
-    const size_t wanted = n > capacity_ + capacity_ / 2 ? n : capacity_ + capacity_ / 2;
-    return round_up(wanted * sizeof(T), kPageBytes) / sizeof(T);
+  // The capacity that `reserve(n)` gives.
+  size_t capacity_for(size_t n) const { return next_capacity(capacity_, n); }
+  // Bytes of an array that grew from nothing to n elements one by one.
+  static uint64_t planned_bytes(size_t n) {
+    size_t capacity = 0;
+    while (capacity < n) capacity = next_capacity(capacity, capacity + 1);
+    return uint64_t{capacity} * sizeof(T);
   }
   void reserve(size_t n) {
     const size_t capacity = capacity_for(n);
@@ -146,6 +148,13 @@ class PageArray {
   }
 
  private:
+  // By half at least, in whole pages.
+  static size_t next_capacity(size_t capacity, size_t n) {
+    if (n <= capacity) return capacity;
+    const size_t wanted = n > capacity + capacity / 2 ? n : capacity + capacity / 2;
+    return round_up(wanted * sizeof(T), kPageBytes) / sizeof(T);
+  }
+
   T* data_ = nullptr;
   size_t capacity_ = 0;
 };

@@ -59,6 +59,7 @@ class RowStore {
   uint64_t bytes() const { return bytes_; }
   uint64_t chunk_bytes() const { return chunk_bytes_; }
   uint32_t chunk_of(uint32_t row) const { return row / rows_per_chunk_; }
+  uint64_t planned_bytes(uint64_t rows) const { return num_chunks_below(rows) * chunk_bytes_; }
   uint64_t num_chunks_below(uint64_t rows) const { return (rows + rows_per_chunk_ - 1) / rows_per_chunk_; }
   bool has_chunk(uint32_t chunk) const { return chunk < chunks_.size() && chunks_[chunk] != nullptr; }
 

@@ -50,6 +50,11 @@ class SlotIndex {
   uint64_t num_pinned() const { return num_pinned_; }
   uint64_t num_pins() const { return num_pins_; }
   uint64_t bytes() const { return bytes_; }
+  // Exact sizes, not reserve()'s: slots are counted once and cost what was promised. The list of freed slots has room
+  // for all of them, since freeing must not fail.
+  static uint64_t bytes_for(uint32_t num_slots) {
+    return uint64_t{num_slots} * (sizeof(SlotState) + 2 * sizeof(uint32_t) + 2 * sizeof(SlotUse));
+  }
   SlotState& state(uint32_t slot) { return states_[slot]; }
   const SlotState& state(uint32_t slot) const { return states_[slot]; }
   uint32_t row_of(uint32_t slot) const { return rows_[slot]; }

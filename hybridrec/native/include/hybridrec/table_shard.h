@@ -88,6 +88,10 @@ class TableShard {
     return uint64_t{spec_.dim} * (1 + spec_.num_row_states) + spec_.num_row_wise_states;
   }
 
+  // What Counters::host_bytes will be once `num_rows` rows live, the first `store_rows` of which were written back.
+  static uint64_t planned_bytes(uint32_t dim, uint32_t num_row_states, uint32_t num_row_wise_states, uint64_t num_rows,
+                                uint32_t num_slots, uint64_t store_rows);
+
   void bind_slots(SlotPointers slots) { bound_ = std::move(slots); }
   bool is_bound() const { return bound_.is_bound; }
   uint32_t num_slots() const { return slots_.num_slots(); }
