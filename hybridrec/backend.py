@@ -43,7 +43,7 @@ class DeviceBackend(Protocol):
         """Uninitialised [num] host memory from and to which copies of the device need not block (pinned)."""
 
     def make_stream(self, device: torch.device) -> Any:
-        """A new queue of work of the device: ``wait_event``, ``wait_stream``, ``synchronize``, as `torch.Stream` has."""
+        """A new queue of work of the device; has ``wait_event`` and ``wait_stream``, as `torch.Stream` does."""
 
     def current_stream(self, device: torch.device) -> Any:
         """The queue that this thread's operations go to."""

@@ -20,7 +20,7 @@ from hybridrec._compat.train_pipeline import TrainPipelineSparseDist
 from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.distributed.host_thread import HostThread, host_thread_of
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, Mode, Source
-from hybridrec.distributed.model_calls import ModelCalls, hashed_modules
+from hybridrec.distributed.model_calls import ModelCalls
 from hybridrec.distributed.pipeline_clock import PipelineClock
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.stages import HostStages, stage
@@ -90,8 +90,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._memcpy_stream = self._backend.make_stream(parsed) if has_streams else None
         self._data_dist_stream = self._backend.make_stream(parsed) if has_streams else None
         self._calls = ModelCalls(self, self._backend, parsed, self._data_dist_stream)
-        self._thread: HostThread = host_thread_of(m.host_group for m in hashed_modules(model).values())
-        self._calls.check(model)
+        self._hashed = tuple(self._calls.check(model).values())
+        self._thread: HostThread = host_thread_of(module.host_group for module in self._hashed)
         self._stages: HostStages | None = None
         self._sources: list[Source] = []
         self._num_taken = self._num_committed = self._num_dropped = 0
@@ -142,8 +142,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
 
     def stats(self) -> PipelineStats:
         """What the pipeline did so far on this rank. Not collective; does not wait for the host thread."""
-        modules = hashed_modules(self._model).values()
-        tables = [table for module in modules for table in module.stats()]
+        tables = [table for module in self._hashed for table in module.stats()]
         return PipelineStats(
             depth=self._depth,
             batches_taken=self._num_taken,
@@ -154,13 +153,13 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             stall_seconds=self._clock.stall_seconds(),
             load_bytes=sum(table.load_bytes for table in tables),
             write_back_bytes=sum(table.write_back_bytes for table in tables),
-            copied_bytes=sum(module.copied_bytes for module in modules),
+            copied_bytes=sum(module.copied_bytes for module in self._hashed),
         )
 
     def flush(self) -> None:
         """Write every row that is newer on the device back to the host's store. Batches in flight stay."""
         self.withdraw()
-        for module in hashed_modules(self._model).values():
+        for module in self._hashed:
             module.lookup.flush()
 
     def reset(self) -> None:
@@ -185,7 +184,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                     "attach(model): batches of the model before are in flight. Let progress() drain them, or reset()."
                 )
             self._calls.detach()
-            self._calls.check(model)
+            self._hashed = tuple(self._calls.check(model).values())
+            self._thread = host_thread_of(module.host_group for module in self._hashed)
             self._model = self._model_fwd = model
         self._model_attached = True
 
@@ -199,6 +199,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
     def prepared(self, call: PipelinedCall, batch: InFlightBatch) -> Callable[[], Any]:
         """For `PipelinedCall`."""
         return self._calls.prepared(call, batch)
+
+    def give_back(self, call: PipelinedCall, batch: InFlightBatch) -> None:
+        """For `PipelinedCall`."""
+        self._calls.give_back(call, batch)
 
     # ---- order ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +218,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         is_training = self._model.training and torch.is_grad_enabled()
         mode = Mode(
             is_training=is_training,
-            modules=tuple(m.training and is_training for m in hashed_modules(self._model).values()),
+            modules=tuple(module.training and is_training for module in self._hashed),
         )
         if self._sources and self._sources[-1].iterator is iterator and self._sources[-1].mode == mode:
             return self._sources[-1]

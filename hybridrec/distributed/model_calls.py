@@ -19,7 +19,7 @@ from hybridrec.errors import ConfigError
 logger = logging.getLogger("hybridrec")
 
 
-def hashed_modules(model: nn.Module) -> dict[str, ShardedHashEmbeddingBagCollection]:
+def _hashed_modules(model: nn.Module) -> dict[str, ShardedHashEmbeddingBagCollection]:
     """Name -> module, of every sharded hashed collection of a model, in the model's order."""
     return {n: m for n, m in model.named_modules() if isinstance(m, ShardedHashEmbeddingBagCollection)}
 
@@ -40,19 +40,21 @@ class ModelCalls:
         """Calls of hashed collections, in the order in which the model calls them."""
         self._plain: list[PipelinedCall] = []
         self._is_attached = False
+        self._model: nn.Module | None = None
 
     @property
     def is_attached(self) -> bool:
         """Whether the model still has all of this pipeline's calls."""
         return self._is_attached and all(calls_of(call.module) is call for call in (*self.hashed, *self._plain))
 
-    def check(self, model: nn.Module) -> None:
-        """Refuse what cannot be pipelined exactly.
+    def check(self, model: nn.Module) -> dict[str, ShardedHashEmbeddingBagCollection]:
+        """The hashed collections of a model, unless one cannot be pipelined exactly.
 
         Raises:
             ConfigError: The host group of a hashed collection is also its device group.
         """
-        for name, module in hashed_modules(model).items():
+        modules = _hashed_modules(model)
+        for name, module in modules.items():
             group = module.host_group
             if group.size() > 1 and group is module.device_group:
                 raise ConfigError(
@@ -60,6 +62,7 @@ class ModelCalls:
                     "their own, and one group cannot serve two threads in one order. Pass host_env with a group of its "
                     "own: ShardingEnv(world_size=..., rank=..., pg=dist.new_group(backend='gloo'))."
                 )
+        return modules
 
     def attach(self, model: nn.Module, batch: Any) -> None:
         """Put the calls in, taking those of other pipelines out.
@@ -71,7 +74,6 @@ class ModelCalls:
         Raises:
             ConfigError: The model's forward cannot be traced.
         """
-        self.detach()
         for module in model.modules():
             other = calls_of(module)
             owner = other.owner() if other is not None else None
@@ -79,6 +81,15 @@ class ModelCalls:
                 owner.detach()
             elif other is not None:
                 other.restore()
+        if model is not self._model:
+            self.hashed, self._plain = [], []
+            self._trace(model, batch)
+            self._model = model
+        for call in (*self.hashed, *self._plain):
+            call.install()
+        self._is_attached = True
+
+    def _trace(self, model: nn.Module, batch: Any) -> None:
         calls: dict[str, PipelinedCall] = {}
         repeated: set[str] = set()
 
@@ -92,20 +103,20 @@ class ModelCalls:
         try:
             rewrite_model(model=model, context=None, dist_stream=None, batch=batch, pipelined_forward=pipelined_forward)
         except Exception as e:
-            for call in calls.values():
-                call.restore()
             raise ConfigError(
                 f"{type(model).__name__}: its forward cannot be traced symbolically, so what its collections look up "
                 f"cannot be known ahead ({type(e).__name__}: {e}). Keep data-dependent branches and loops out of the "
                 "forward around the collections, or train without the pipeline."
             ) from e
+        finally:
+            for call in calls.values():
+                call.restore()
         for name in repeated:
             logger.warning("%s: the model calls it more than once in a forward, so it is not prefetched.", name)
-            calls.pop(name).restore()
+            del calls[name]
         for call in calls.values():
             is_hashed = isinstance(call.module, ShardedHashEmbeddingBagCollection)
             (self.hashed if is_hashed else self._plain).append(call)
-        self._is_attached = True
 
     def detach(self) -> None:
         """Take the calls out."""
@@ -114,7 +125,6 @@ class ModelCalls:
                 call.restore()
         for call in self.hashed:
             call.module.lookup.batches_in_flight = 1
-        self.hashed, self._plain = [], []
         self._is_attached = False
 
     def start_plain(self, batch: InFlightBatch) -> None:
@@ -140,6 +150,14 @@ class ModelCalls:
         with self._on_dist_stream():
             for name, (context, request) in batch.plain.items():
                 batch.plain[name] = (context, request.wait())
+
+    def give_back(self, call: PipelinedCall, batch: InFlightBatch) -> None:
+        """What was prepared for a collection in the batch that computes is not used."""
+        if call in self.hashed:
+            call.module.unmap_batch(batch.contexts[self.hashed.index(call)])
+        elif batch.plain is not None:
+            self.wait_plain_sizes(batch)
+            batch.plain.pop(call.name)[1].wait()
 
     def prepared(self, call: PipelinedCall, batch: InFlightBatch) -> Callable[[], Any]:
         """What finishes a collection's forward of a batch."""

@@ -32,6 +32,9 @@ class CallOwner(Protocol):
     def prepared(self, call: PipelinedCall, batch: InFlightBatch) -> Callable[[], Any]:
         """What finishes a collection's forward of a batch. To be called once."""
 
+    def give_back(self, call: PipelinedCall, batch: InFlightBatch) -> None:
+        """What was prepared for a collection in the batch that computes is not used."""
+
 
 class PipelinedCall(BaseForward):  # type: ignore[misc]
     """In place of one sharded module's ``forward``; made by TorchRec's rewriting of the model."""
@@ -49,7 +52,7 @@ class PipelinedCall(BaseForward):  # type: ignore[misc]
         self.module = module
         self._had_own_forward = "forward" in module.__dict__
         self._original = module.forward
-        self._called_for = -1
+        self._called_for = -1  # index of a batch
         self._has_warned = False
 
     def owner(self) -> CallOwner | None:
@@ -61,6 +64,10 @@ class PipelinedCall(BaseForward):  # type: ignore[misc]
         args, kwargs = self.args.build_args_kwargs(batch)
         args, kwargs = self.module.preprocess_input(args, kwargs)
         return list(args), dict(kwargs)
+
+    def install(self) -> None:
+        """Stand in the module's forward."""
+        self.module.forward = self
 
     def restore(self) -> None:
         """Give the module its own forward back."""
@@ -74,11 +81,15 @@ class PipelinedCall(BaseForward):  # type: ignore[misc]
         if owner is None:
             return self._original(*args, **kwargs)
         batch = owner.computing
-        if batch is None or self._called_for == batch.index or not self._is_as_traced(batch, args, kwargs):
+        if batch is not None and self._called_for != batch.index:
+            self._called_for = batch.index
+            if self._is_as_traced(batch, args, kwargs):
+                return owner.prepared(self, batch)()
             owner.withdraw()
-            return self._original(*args, **kwargs)
-        self._called_for = batch.index
-        return owner.prepared(self, batch)()
+            owner.give_back(self, batch)
+        else:
+            owner.withdraw()
+        return self._original(*args, **kwargs)
 
     def _is_as_traced(self, batch: InFlightBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the model passes what tracing it said that it would.

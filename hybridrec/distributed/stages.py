@@ -106,10 +106,9 @@ class HostStages:
         for batch in sorted(batches, key=lambda b: -b.index):
             if batch.mapping is None or batch.state is BatchState.COMPUTING:
                 continue
-            mapping, batch.mapping = batch.mapping, None
-            if not batch.is_withdrawn and mapping.error is None:
-                for call, context in reversed(list(zip(self._calls, batch.contexts, strict=True))):
-                    call.module.unmap_batch(context)
+            batch.mapping = None
+            for call, context in reversed(list(zip(self._calls, batch.contexts, strict=True))):
+                call.module.unmap_batch(context)
             if batch.state is BatchState.MAPPED:
                 batch.move_to(BatchState.DISTRIBUTED)
         self._has_withdrawn = False
