@@ -1,0 +1,123 @@
+"""Which distributions are installed, and which stack of hybridrec's they make. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+
+from hybridrec.doctor.report import Finding, Status
+
+SECTION = "Versions"
+SHOWN = ("hybridrec", "torch", "torchrec", "tensordict", "numpy")
+REQUIRED = ("torch", "torchrec")
+_REQUIREMENT = re.compile(r"^([\w.-]+)\s*([=<>!~]=?)?\s*([\w.+-]*)\s*;\s*extra\s*==\s*['\"]([\w-]+)['\"]$")
+_RELEASE_LABEL = re.compile(r"(cpu|cu\d+|rocm[\d.]+|xpu)(\..*)?")
+
+Stacks = Mapping[str, Mapping[str, tuple[str, str]]]
+"""Extra -> distribution -> (operator, version)."""
+
+
+def version_of(name: str) -> str | None:
+    """The installed version; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def stacks() -> Stacks:
+    """hybridrec's extras that pin a torch, from its own metadata."""
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for text in importlib.metadata.requires("hybridrec") or []:
+        match = _REQUIREMENT.match(text)
+        if match is not None:
+            found.setdefault(match[4], {})[match[1]] = (match[2] or "", match[3])
+    return {extra: pins for extra, pins in found.items() if "torch" in pins}
+
+
+def install_hint(rows: Stacks) -> str:
+    """How to install a whole stack."""
+    return f"In a fresh environment: pip install 'hybridrec[STACK]' with STACK one of {', '.join(rows)}."
+
+
+def findings(
+    device: str | None, *, installed: Callable[[str], str | None] = version_of, rows: Stacks | None = None
+) -> Iterator[Finding]:
+    """Versions, and the stack that they make.
+
+    Args:
+        device: The device type that was asked for; None: any.
+        installed: Distribution -> version.
+        rows: The stacks; None: hybridrec's own.
+    """
+    rows = stacks() if rows is None else rows
+    python = f"{platform.python_version()} ({sys.implementation.name}, {platform.machine()})"
+    yield Finding(section=SECTION, what="python", value=python)
+    pinned = [name for pins in rows.values() for name in pins]
+    for name in dict.fromkeys([*SHOWN, *pinned]):
+        yield _version(name, installed(name), rows)
+    yield _stack(device, installed, rows)
+
+
+def _version(name: str, version: str | None, rows: Stacks) -> Finding:
+    if version is None:
+        if name in REQUIRED:
+            return Finding(
+                section=SECTION, what=name, value="not installed", status=Status.FAIL, remedy=install_hint(rows)
+            )
+        return Finding(section=SECTION, what=name, value="not installed", status=Status.OFF)
+    label = version.partition("+")[2]
+    if name == "torchrec" and label and not _RELEASE_LABEL.fullmatch(label):
+        remedy = (
+            "hybridrec works with TorchRec as it is released and was tested with nothing else: "
+            f"pip install --force-reinstall --no-deps torchrec=={version.partition('+')[0]}"
+        )
+        return Finding(
+            section=SECTION, what=name, value=f"{version}: a patched build", status=Status.WARN, remedy=remedy
+        )
+    return Finding(section=SECTION, what=name, value=version)
+
+
+def _stack(device: str | None, installed: Callable[[str], str | None], rows: Stacks) -> Finding:
+    differences = {
+        extra: [text for name, pin in pins.items() if (text := _difference(name, pin, installed(name)))]
+        for extra, pins in rows.items()
+    }
+    matching = [extra for extra, texts in differences.items() if not texts]
+    if device in matching or (matching and device not in rows):
+        return Finding(section=SECTION, what="stack", value=", ".join(matching))
+    nearest = device if device in rows else min(differences, key=lambda e: len(differences[e]), default=None)
+    if nearest is None:
+        remedy = "Reinstall hybridrec: its metadata lists no stack."
+        return Finding(section=SECTION, what="stack", value="unknown", status=Status.WARN, remedy=remedy)
+    if matching:
+        # An environment for another device: whether it can serve this one is what the next section finds out.
+        value = f"{', '.join(matching)}; not {nearest} ({'; '.join(differences[nearest])})"
+        return Finding(
+            section=SECTION, what="stack", value=value, status=Status.WARN, remedy=install_hint({nearest: {}})
+        )
+    value = f"none that was tested. Nearest is {nearest}: {'; '.join(differences[nearest])}"
+    return Finding(section=SECTION, what="stack", value=value, status=Status.WARN, remedy=install_hint(rows))
+
+
+def _difference(name: str, pin: tuple[str, str], version: str | None) -> str:
+    """What is wrong with an installed version, or an empty string."""
+    operator, wanted = pin
+    if version is None:
+        return f"{name} is missing"
+    public = version.partition("+")[0]
+    is_right = {
+        "": True,
+        "==": public == wanted,
+        "<": _numbers(public) < _numbers(wanted),
+        ">=": _numbers(public) >= _numbers(wanted),
+    }.get(operator, True)
+    return "" if is_right else f"{name} is {version}, not {operator.replace('==', '')}{wanted}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``0.15.3rc1`` -> (0, 15, 3)."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[a-z]", version)[0]))
