@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.simnpu.memory import DEVICE_TYPE, POISON, host_alias, span_bytes, touch
-from tests.simnpu.ordering import Clock, current_stream, timeline
+from tests.simnpu.ordering import current_stream, timeline
 
 _pinned: dict[int, int] = {}
 """Address -> bytes of pinned storages."""
@@ -36,7 +36,7 @@ class _Transfer:
     host: Tensor
     """Its side in pinned memory."""
     value: Tensor
-    """To the device: what the source held at launch. To the host: what will arrive."""
+    """To the device: what the source must go on to hold; empty: anything. To the host: what will arrive."""
 
 
 _to_device: list[_Transfer] = []
@@ -78,11 +78,20 @@ def _copy_to_device(source: Tensor, target: Tensor, stream: int, tick: int, non_
             timeline.host_wait(timeline.clocks[stream])
         return
     transfer = _Transfer(stream, tick, source.detach(), source.detach().clone())
+    arriving = _overlapping(_to_host, source)
+    for other in arriving:
+        transfer.value = torch.empty(0)  # the device itself changes it
+        if not timeline.is_ordered(stream, other.stream, other.tick):
+            timeline.report(
+                f"a copy to the device on stream {stream} reads pinned memory that a copy to the host on stream "
+                f"{other.stream} may still be writing"
+            )
+            arriving = []
     _to_device.append(transfer)
-    launched = dict(timeline.clocks[stream])
 
     def read_source() -> None:
-        _deliver_before(transfer.host, launched)
+        for earlier in arriving:
+            _deliver(earlier)
         alias.copy_(transfer.host)  # the alias keeps the bytes, even if the target is freed by now
 
     def source_is_free() -> None:
@@ -118,13 +127,6 @@ def _deliver(transfer: _Transfer) -> None:
     if transfer in _to_host:
         _to_host.remove(transfer)
         transfer.host.copy_(transfer.value)
-
-
-def _deliver_before(source: Tensor, clock: Clock) -> None:
-    """Copies to the host that are ordered before a copy back from the same memory."""
-    for transfer in _overlapping(_to_host, source):
-        if clock.get(transfer.stream, 0) >= transfer.tick:
-            _deliver(transfer)
 
 
 def _check_unchanged(transfer: _Transfer) -> None:

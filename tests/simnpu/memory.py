@@ -227,7 +227,8 @@ def _free(block: Block) -> None:
     if block.writer is not None:
         uses[block.writer[0]] = max(block.writer[1], uses.get(block.writer[0], 0))
     for stream, tick in uses.items():
-        if stream not in block.recorded and not timeline.is_ordered(block.stream, stream, tick):
+        is_over = timeline.is_over({stream: tick}) or timeline.is_ordered(block.stream, stream, tick)
+        if stream not in block.recorded and not is_over:
             timeline.report(
                 f"memory of stream {block.stream} ({block.made_by}) was freed while stream {stream} may still use it: "
                 f"call record_stream, or let stream {block.stream} wait for stream {stream} first"

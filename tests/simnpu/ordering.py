@@ -3,7 +3,11 @@
 Every piece of work has a stream and a tick. A clock maps streams to the latest tick that something is ordered after:
 
     clocks[s]   what the next work of stream s is ordered after (its own earlier work included)
-    host        what the host has waited for
+    host        what any thread of the host has waited for
+
+A thread's wait orders the work that this thread launches later, whatever the stream. It does not order what other
+threads launch: they may have been told by a queue or a lock, which nobody sees here, or just be late by luck. So
+streams of different threads need events between them. A wait for the whole device counts for everybody.
 
 Work runs when it is launched, so that a wait needs no waiting: it joins clocks. Two kinds of work run later, since a
 program must not rely on their being early: `defer_until_used`, until work that is ordered after it is launched, and
@@ -41,6 +45,7 @@ class Timeline:
         self.lock = threading.RLock()
         self.clocks: dict[int, Clock] = {DEFAULT_STREAM: {DEFAULT_STREAM: 0}}
         self.host: Clock = {}
+        self._by_thread = threading.local()
         self.before_wait: list[Callable[[], None]] = []
         """Called before clocks are joined: what happened until now is not ordered after what is waited for."""
         self._until_used: list[tuple[int, int, Callable[[], None]]] = []
@@ -57,9 +62,9 @@ class Timeline:
             return stream
 
     def launch(self, stream: int) -> int:
-        """Begin a piece of work: its tick. What the host waited for is over by now, whoever it was that waited."""
+        """Begin a piece of work: its tick. It runs after what this thread has waited for."""
         clock = self.clocks[stream]
-        join(clock, self.host)
+        join(clock, getattr(self._by_thread, "waited", {}))
         clock[stream] += 1
         self._run_late_work(clock)
         return clock[stream]
@@ -76,14 +81,28 @@ class Timeline:
             self._prepare_wait()
             self._run_late_work(clock)
             join(self.host, clock)
+            self._by_thread.waited = waited = getattr(self._by_thread, "waited", {})
+            join(waited, clock)
             arrived = [e for e in self._until_host if self.host.get(e[0], 0) >= e[1]]
             self._until_host = [e for e in self._until_host if self.host.get(e[0], 0) < e[1]]
             for _, _, work in arrived:
                 work()
 
+    def synchronize(self) -> None:
+        """The host waits for everything, and all its threads know."""
+        with self.lock:
+            everything = {stream: clock[stream] for stream, clock in self.clocks.items()}
+            self.host_wait(everything)
+            for clock in self.clocks.values():
+                join(clock, everything)
+
+    def is_over(self, clock: Clock) -> bool:
+        """Whether the host has waited for all that ``clock`` covers."""
+        return all(self.host.get(stream, 0) >= tick for stream, tick in clock.items())
+
     def is_ordered(self, stream: int, other: int, tick: int) -> bool:
-        """Whether the next work of ``stream`` runs after work ``tick`` of ``other``."""
-        return stream == other or self.clocks[stream].get(other, 0) >= tick or self.host.get(other, 0) >= tick
+        """Whether the work of ``stream`` that was launched last runs after work ``tick`` of ``other``."""
+        return stream == other or self.clocks[stream].get(other, 0) >= tick
 
     def snapshot(self, stream: int) -> Clock:
         """What an event that is recorded now stands for."""

@@ -41,7 +41,7 @@ class Stream(torch.Stream):
         timeline.host_wait(timeline.snapshot(self.stream_id))
 
     def query(self) -> bool:
-        return _is_over(timeline.snapshot(self.stream_id))
+        return timeline.is_over(timeline.snapshot(self.stream_id))
 
     def __enter__(self) -> Stream:
         self._outer = [*getattr(self, "_outer", []), set_current_stream(self.stream_id)]
@@ -84,9 +84,9 @@ class Event:
 
     def query(self) -> bool:
         """Whether the host may count on it. False the first time, so that nobody counts on more; asking again waits."""
-        if self._clock is None or _is_over(self._clock):
+        if self._clock is None:
             return True
-        if self._was_asked:
+        if self._was_asked or timeline.is_over(self._clock):
             self.synchronize()
             return True
         self._was_asked = True
@@ -97,17 +97,9 @@ class Event:
         return (end_event._time - self._time) * 1e3
 
 
-def _is_over(clock: Clock) -> bool:
-    return all(timeline.host.get(stream, 0) >= tick for stream, tick in clock.items())
-
-
 def synchronize(device: Any = None) -> None:
     """Wait for all streams."""
-    everything: Clock = {}
-    with timeline.lock:
-        for stream, clock in timeline.clocks.items():
-            everything[stream] = clock[stream]
-    timeline.host_wait(everything)
+    timeline.synchronize()
 
 
 @contextlib.contextmanager
