@@ -1,50 +1,142 @@
-"""TorchRec's planner taught two tiers: wraps around two functions, nothing replaced.
+"""TorchRec's planner taught two tiers: wraps around its functions, nothing replaced.
 
-A hashed table's nominal parameter carries ``_hybrid_tiers``, a callable ``(kernel, world_size, load_factor) ->
-(device bytes, host bytes)`` of one rank. Where it is present the planner accounts these instead of bytes that follow
-from the nominal shape; the bytes of inputs and outputs stay TorchRec's. Parameters without it are untouched.
+A hashed table's nominal parameter carries ``_hybrid_tiers``, a `Tiers`. Where it is present the planner accounts what
+that says instead of bytes that follow from the nominal shape; the bytes of inputs and outputs stay TorchRec's.
+Parameters without it are untouched, and so are planners that are given none of our sharders.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from hybridrec._compat.planner_device import install_device_wraps, planner_alias
-from hybridrec._compat.torchrec import _fail
+from hybridrec._compat.torchrec import _symbol
 from hybridrec.backend import HOST
+from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError
 
 TIERS_ATTRIBUTE = "_hybrid_tiers"
+_PLANNER = "torchrec.distributed.planner"
 # Relative to the same device's "fused": what decides when memory allows several kernels. Only the order matters.
 _BANDWIDTH_SHARE = {"fused_uvm_caching": 0.5, "fused_uvm": 0.25}
 
 _installed = False
+_PlannerError = _symbol(f"{_PLANNER}.types", "PlannerError", parameters=("message", "error_type"))
 
 
-def install_planner_wraps() -> None:
-    """Install the wraps, once a process. Idempotent."""
+class PlanCapacityError(CapacityError, _PlannerError):  # type: ignore[misc, valid-type]
+    """No plan fits: ours, and TorchRec's for scripts that catch that."""
+
+    def __init__(self, message: str) -> None:
+        types = importlib.import_module(f"{_PLANNER}.types")
+        _PlannerError.__init__(self, message, types.PlannerErrorType.INSUFFICIENT_STORAGE)
+
+
+# What another rank's error is raised as; anything else as the base class.
+_CLASSES: tuple[type[HybridRecError], ...] = (
+    HybridRecError,
+    BackendError,
+    CapacityError,
+    ConfigError,
+    PlanCapacityError,
+)
+
+
+class Tiers(Protocol):
+    """What the planner asks of a hashed table."""
+
+    def accounted(
+        self,
+        compute_kernel: str,
+        world_size: int,
+        load_factor: float | None,
+        *,
+        batch_rows: int,
+        is_host_memory: bool,
+    ) -> Any:
+        """A value with ``device`` and ``host``, bytes of one rank."""
+
+
+class Session(Protocol):
+    """One run of a planner."""
+
+    def to_estimate(self, options: Sequence[Any]) -> list[Any]:
+        """Those whose estimates `select` needs."""
+
+    def select(self, options: Sequence[Any], available: Any, partition: Any, estimate: Any) -> list[Any]:
+        """The options that the planner shall combine."""
+
+    def fill(self, options: list[Any]) -> list[Any]:
+        """The plan's options, caches enlarged."""
+
+    def refusal(self, error: Exception) -> Exception:
+        """What to raise instead of the planner's own error, or that error."""
+
+
+class Policy(Protocol):
+    """What the wraps ask the layers above; they hand it to `install_planner_wraps`."""
+
+    def session(self, topology: Any, constraints: Any) -> Session:
+        """For one call of ``plan``."""
+
+    def note(self, plan: Any, module: Any, sharders: Sequence[Any]) -> None:
+        """A plan was made in this process."""
+
+    def accept(self, plan: Any, module: Any, sharders: Sequence[Any], topology: Any) -> None:
+        """Look at a plan that all ranks have; collective, and raises on all ranks alike."""
+
+
+def install_planner_wraps(policy: Policy) -> None:
+    """Install the wraps, once a process. Idempotent.
+
+    Raises:
+        BackendError: TorchRec's internals moved; names the symbol.
+    """
     global _installed
     if _installed:
         return
     install_device_wraps()
     _wrap_storages()
     _wrap_bandwidths()
+    _wrap_planner(policy)
     _installed = True
 
 
+def default_capacities(topology: Any) -> bool:
+    """Whether every rank of a topology has what TorchRec assumes when nobody says what it has."""
+    constants = importlib.import_module(f"{_PLANNER}.constants")
+    return all(
+        device.storage.hbm in (0, constants.HBM_CAP) and device.storage.ddr == constants.DDR_CAP
+        for device in topology.devices
+    )
+
+
+def option_batch_rows(option: Any, constraints: Any) -> int:
+    """Ids of one batch that a rank owns of a sharding option's table: as many as it sends, on average."""
+    batch_sizes = getattr(constraints, "batch_sizes", None) or [option.batch_size] * len(option.input_lengths)
+    num_poolings = getattr(constraints, "num_poolings", None) or [1.0] * len(option.input_lengths)
+    return _batch_rows(batch_sizes, option.input_lengths, num_poolings)
+
+
+def _batch_rows(batch_sizes: Sequence[int], input_lengths: Sequence[float], num_poolings: Sequence[float]) -> int:
+    return math.ceil(sum(b * n * p for b, n, p in zip(batch_sizes, input_lengths, num_poolings, strict=False)))
+
+
 def _wrap_storages() -> None:
-    estimators = importlib.import_module("torchrec.distributed.planner.shard_estimators")
-    storage_type = importlib.import_module("torchrec.distributed.planner.types").Storage
-    inner = getattr(estimators, "calculate_shard_storages", None)
-    if inner is None:
-        raise _fail("planner.shard_estimators.calculate_shard_storages", "does not exist")
+    estimators = importlib.import_module(f"{_PLANNER}.shard_estimators")
+    storage_type = importlib.import_module(f"{_PLANNER}.types").Storage
+    needed = ("tensor", "shard_sizes", "compute_kernel", "compute_device", "world_size", "caching_ratio", "batch_sizes")
+    inner = _symbol(f"{_PLANNER}.shard_estimators", "calculate_shard_storages", parameters=needed)
 
     @functools.wraps(inner)
     def calculate_shard_storages(*args: Any, **kwargs: Any) -> Any:
-        tiers = getattr(kwargs.get("tensor"), TIERS_ATTRIBUTE, None)
+        tiers: Tiers | None = getattr(kwargs.get("tensor"), TIERS_ATTRIBUTE, None)
         kwargs["compute_device"] = planner_alias(kwargs["compute_device"])
         if tiers is None:
             return inner(*args, **kwargs)
@@ -55,23 +147,30 @@ def _wrap_storages() -> None:
         in_and_out = inner(
             *args, **{**kwargs, "tensor": one_row_each, "shard_sizes": shard_sizes, "compute_kernel": "fused"}
         )
-        device_bytes, host_bytes = tiers(kwargs["compute_kernel"], kwargs["world_size"], kwargs["caching_ratio"])
-        if kwargs["compute_device"] == HOST.type:
-            return [storage_type(hbm=s.hbm, ddr=s.ddr + device_bytes + host_bytes, ssd=s.ssd) for s in in_and_out]
-        return [storage_type(hbm=s.hbm + device_bytes, ddr=s.ddr + host_bytes, ssd=s.ssd) for s in in_and_out]
+        is_host_memory = kwargs["compute_device"] == HOST.type
+        taken = tiers.accounted(
+            kwargs["compute_kernel"],
+            kwargs["world_size"],
+            kwargs["caching_ratio"],
+            batch_rows=_batch_rows(kwargs["batch_sizes"], kwargs["input_lengths"], kwargs["num_poolings"]),
+            is_host_memory=is_host_memory,
+        )
+        if is_host_memory:
+            return [storage_type(hbm=s.hbm, ddr=s.ddr + taken.device + taken.host, ssd=s.ssd) for s in in_and_out]
+        return [storage_type(hbm=s.hbm + taken.device, ddr=s.ddr + taken.host, ssd=s.ssd) for s in in_and_out]
 
     setattr(estimators, "calculate_shard_storages", calculate_shard_storages)  # noqa: B010 - a module from importlib
 
 
 def _wrap_bandwidths() -> None:
     """Give the two-tier kernels a bandwidth on devices where TorchRec knows "fused" alone."""
-    for module_name in ("torchrec.distributed.planner.constants", "torchrec.distributed.planner.estimator.types"):
+    for module_name in (f"{_PLANNER}.constants", f"{_PLANNER}.estimator.types"):
         try:
             module = importlib.import_module(module_name)
         except ImportError:
             continue  # TorchRec 1.5 has no estimator package; its estimators read `shard_estimators`, below
         _wrap_bandwidth_of(module)
-    _wrap_bandwidth_of(importlib.import_module("torchrec.distributed.planner.shard_estimators"))
+    _wrap_bandwidth_of(importlib.import_module(f"{_PLANNER}.shard_estimators"))
 
 
 def _wrap_bandwidth_of(module: Any) -> None:
@@ -89,3 +188,72 @@ def _wrap_bandwidth_of(module: Any) -> None:
         return bandwidth
 
     module.kernel_bw_lookup = kernel_bw_lookup
+
+
+def _wrap_planner(policy: Policy) -> None:
+    planner = _symbol(f"{_PLANNER}.planners", "EmbeddingShardingPlanner", parameters=("topology", "constraints"))
+    plan_inner, collective_inner = planner.plan, planner.collective_plan
+    broadcast = _symbol(
+        f"{_PLANNER}.planners", "invoke_on_rank_and_broadcast_result", parameters=("pg", "rank", "func")
+    )
+
+    @functools.wraps(plan_inner)
+    def plan(self: Any, module: Any, sharders: Sequence[Any]) -> Any:
+        if not any(map(_plans_tiers, sharders)):
+            return plan_inner(self, module, sharders)
+        session = policy.session(self._topology, self._constraints)
+        enumerator, callbacks = self._enumerator, self._callbacks
+        enumerate_inner, estimate = enumerator.enumerate, enumerator.populate_estimates
+
+        def enumerate_and_select(module: Any, sharders: Sequence[Any]) -> list[Any]:
+            enumerator.populate_estimates = lambda options: estimate(session.to_estimate(options))
+            try:
+                options = enumerate_inner(module=module, sharders=sharders)
+            finally:
+                del enumerator.populate_estimates
+            available = self._storage_reservation.last_reserved_topology or self._topology
+            return session.select(options, available, self._partitioner.partition, estimate)
+
+        enumerator.enumerate = enumerate_and_select
+        self._callbacks = [*callbacks, session.fill]
+        try:
+            planned = plan_inner(self, module, sharders)
+        except _PlannerError as error:
+            refusal = session.refusal(error)
+            raise refusal from (None if refusal is error else error)
+        finally:
+            self._callbacks = callbacks
+            del enumerator.enumerate  # the class's method again
+        policy.note(planned, module, sharders)
+        return planned
+
+    @functools.wraps(collective_inner)
+    def collective_plan(self: Any, module: Any, sharders: Any = None, pg: Any = None) -> Any:
+        if not any(map(_plans_tiers, sharders or ())):
+            return collective_inner(self, module, sharders, pg)
+        group = dist.GroupMember.WORLD if pg is None else pg
+        raised: list[Exception] = []
+
+        def plan_or_say_why() -> tuple[Any, int, str]:
+            try:
+                return self.plan(module, sharders), 0, ""
+            except Exception as error:  # travels to the other ranks, which would wait for the broadcast for ever
+                raised.append(error)
+                code = _CLASSES.index(type(error)) if type(error) in _CLASSES else 0
+                text = str(error) if isinstance(error, HybridRecError) else f"{type(error).__name__}: {error}"
+                return None, code, text
+
+        planned, code, text = broadcast(group, 0, plan_or_say_why)
+        if raised:
+            raise raised[0]
+        if planned is None:
+            raise _CLASSES[code](text)
+        policy.note(planned, module, sharders)
+        policy.accept(planned, module, sharders, self._topology)
+        return planned
+
+    planner.plan, planner.collective_plan = plan, collective_plan
+
+
+def _plans_tiers(sharder: Any) -> bool:
+    return bool(getattr(sharder, "plans_tiers", False))

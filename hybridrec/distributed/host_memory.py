@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Mapping
+
+from torch import nn
 
 from hybridrec.backend import HOST, resolve_backend
 from hybridrec.errors import ConfigError
@@ -10,8 +14,39 @@ from hybridrec.errors import ConfigError
 DEFAULT_SHARE = 0.8
 
 
+class HostBudget:
+    """The budget of one rank, shared by all collections of one sharder.
+
+    Each collection's core is given its part when it is sharded, in proportion to what the plan says that it takes. A
+    collection that no planner of this process saw gets the whole.
+    """
+
+    def __init__(self, host_memory_bytes: int | None) -> None:
+        """
+        Args:
+            host_memory_bytes: As for `host_budget_bytes`.
+
+        Raises:
+            ConfigError: It is not a positive integer.
+        """
+        self.total_bytes = host_budget_bytes(host_memory_bytes)
+        self.is_given = host_memory_bytes is not None
+        self._planned: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def plan(self, planned_bytes: Mapping[nn.Module, int]) -> None:
+        """Note what the collections of a model will take; forgets what was planned before."""
+        self._planned = weakref.WeakKeyDictionary(planned_bytes)
+
+    def part_of(self, collection: nn.Module) -> int:
+        """Bytes for one collection."""
+        mine, everyone = self._planned.get(collection), sum(self._planned.values())
+        if mine is None or everyone == 0:
+            return self.total_bytes
+        return max(1, self.total_bytes * mine // everyone)
+
+
 def host_budget_bytes(host_memory_bytes: int | None) -> int:
-    """Bytes that the shards of a collection may take on this rank.
+    """Bytes that the shards of all collections may take on this rank.
 
     Args:
         host_memory_bytes: What the user gave for one rank, or None: 0.8 x min(cgroup limit, available memory) /

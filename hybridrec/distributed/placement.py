@@ -1,4 +1,4 @@
-"""From a table and a plan's compute kernel to what one rank allocates: slots, quota, bytes."""
+"""From a table and a plan's compute kernel to what one rank allocates: slots and quota."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from hybridrec.config import TableConfig, shard_quota, shard_rows
 from hybridrec.errors import ConfigError
-from hybridrec.store.row_state_layout import RowStateLayout
 
 DEFAULT_LOAD_FACTOR = 0.2
-"""Share of the planned rows that a device cache holds when neither ``device_rows`` nor ``CacheParams`` say."""
+"""Share of the planned rows that a cache holds when neither ``device_rows`` nor the plan say: on a CPU topology, where
+slots are ordinary memory and there is nothing to fill."""
 TRANSIENT_SLOTS = 256
 """Slots that a ``fused_uvm`` table starts with; they grow to what the batches in flight need."""
 MAX_SLOTS = 2**31 - 3
@@ -53,6 +53,18 @@ def place(table: TableConfig, compute_kernel: str, load_factor: float | None, wo
     Raises:
         ConfigError: The compute kernel is none of ours, or the slots would not be addressable.
     """
+    placed = size_shard(table, compute_kernel, load_factor, world_size)
+    if placed.num_slots > MAX_SLOTS:
+        raise ConfigError(
+            f"table {table.name!r}: {placed.num_slots:,} slots a rank ({compute_kernel!r}, planned_rows="
+            f"{table.planned_rows:,}, {world_size} ranks) are more than the {MAX_SLOTS:,} that can be numbered. Give "
+            "planned_rows, the number of rows that you expect to live; num_embeddings may stay nominal."
+        )
+    return placed
+
+
+def size_shard(table: TableConfig, compute_kernel: str, load_factor: float | None, world_size: int) -> ShardPlacement:
+    """As `place`, also if there are more slots than can be numbered: what a planner compares before it decides."""
     try:
         placement = Placement(compute_kernel)
     except ValueError:
@@ -71,20 +83,5 @@ def place(table: TableConfig, compute_kernel: str, load_factor: float | None, wo
         num_slots = table.device_rows or max(1, math.ceil(share * rows))
     else:
         num_slots = table.device_rows or min(TRANSIENT_SLOTS, rows)
-    if num_slots > MAX_SLOTS:
-        raise ConfigError(
-            f"table {table.name!r}: {num_slots:,} slots a rank ({compute_kernel!r}, planned_rows="
-            f"{table.planned_rows:,}, {world_size} ranks) are more than the {MAX_SLOTS:,} that can be numbered. Give "
-            "planned_rows, the number of rows that you expect to live; num_embeddings may stay nominal."
-        )
     quota = 0 if table.max_rows is None else shard_quota(table.max_rows, world_size)
     return ShardPlacement(placement=placement, num_slots=num_slots, planned_rows=rows, max_rows=quota)
-
-
-def tier_bytes(placed: ShardPlacement, layout: RowStateLayout) -> tuple[int, int]:
-    """(device bytes, host bytes) that a shard takes when its planned rows live."""
-    device = placed.num_slots * layout.slot_bytes
-    host = placed.planned_rows * layout.index_bytes
-    if placed.placement is not Placement.DEVICE:
-        host += placed.planned_rows * layout.store_bytes
-    return device, host

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 
@@ -16,9 +16,11 @@ from hybridrec._compat.torchrec import BaseEmbeddingSharder
 from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.config import TableConfig
 from hybridrec.distributed.host_env import check_host_env
-from hybridrec.distributed.host_memory import host_budget_bytes, local_world_size
+from hybridrec.distributed.host_memory import HostBudget, local_world_size
 from hybridrec.distributed.lookup import PooledLookup, ShardTable
-from hybridrec.distributed.placement import Placement, place, tier_bytes
+from hybridrec.distributed.placement import Placement, place
+from hybridrec.distributed.planner_demand import TableDemand
+from hybridrec.distributed.planner_report import HybridPlanPolicy
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
 from hybridrec.distributed.verdict import agree
 from hybridrec.errors import BackendError, ConfigError
@@ -30,11 +32,14 @@ from hybridrec.native.protocol import ShardSpec
 from hybridrec.store.row_state_layout import RowStateLayout
 
 logger = logging.getLogger("hybridrec")
-install_planner_wraps()  # at import, so that a Topology may be made before the sharders are
+install_planner_wraps(HybridPlanPolicy())  # at import, so that a Topology may be made before the sharders are
 
 
 class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbeddingBagCollection]):  # type: ignore[misc]
     """Shards `HashEmbeddingBagCollection` row-wise over all ranks."""
+
+    plans_tiers = True
+    """What the wraps around TorchRec's planner know our sharders by."""
 
     def __init__(
         self,
@@ -50,8 +55,8 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             fused_params: TorchRec's, for tables without `apply_optimizer_in_backward`: ``optimizer`` (an
                 ``EmbOptimType``), ``learning_rate``, ``eps`` ..
             qcomm_codecs_registry: Must be empty: quantised pools are not exact.
-            host_memory_bytes: Host memory that one collection's shards on one rank may take; None: 80 % of what is
-                available.
+            host_memory_bytes: Host memory that the shards of all collections on one rank may take together; None:
+                80 % of what is available.
 
         Raises:
             ConfigError: An argument cannot be honoured.
@@ -64,7 +69,12 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         super().__init__(fused_params=dict(fused_params) if fused_params else None)
         self._host_group = check_host_env(host_env)
         self._host_env = host_env
-        self._host_budget_bytes = host_budget_bytes(host_memory_bytes)
+        self.host_budget = HostBudget(host_memory_bytes)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """Gloo group of all ranks."""
+        return self._host_group
 
     @property
     def module_type(self) -> type[HashEmbeddingBagCollection]:
@@ -84,7 +94,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         for table in module.table_configs:
             parameter = _nominal_parameter(module, table)
             layout = RowStateLayout(table.embedding_dim, self._optimizer_of(table, parameter).row_states())
-            setattr(parameter, TIERS_ATTRIBUTE, partial(_planned_bytes, table, layout))
+            setattr(parameter, TIERS_ATTRIBUTE, TableDemand(table=table, layout=layout))
             parameters[table.name] = parameter
         return parameters
 
@@ -161,7 +171,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             backend=resolve_backend(device.type),
             rank=env.rank,
             world_size=env.world_size,
-            host_budget_bytes=self._host_budget_bytes,
+            host_budget_bytes=self.host_budget.part_of(module),
         )
         return ShardedHashEmbeddingBagCollection(
             module, tables, lookup, device_group=env.process_group, host_group=self._host_group, device=device
@@ -255,10 +265,3 @@ def _nominal_parameter(module: HashEmbeddingBagCollection, table: TableConfig) -
     parameter = module.embedding_bags[table.name].weight
     assert isinstance(parameter, nn.Parameter)
     return parameter
-
-
-def _planned_bytes(
-    table: TableConfig, layout: RowStateLayout, compute_kernel: str, world_size: int, load_factor: float | None
-) -> tuple[int, int]:
-    """(device bytes, host bytes) of one rank: what the planner accounts."""
-    return tier_bytes(place(table, compute_kernel, load_factor, world_size), layout)

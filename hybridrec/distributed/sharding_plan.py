@@ -26,8 +26,8 @@ def get_default_hybrid_sharders(
     Args:
         host_env: Environment whose process group is a gloo group of all ranks, for example
             ``ShardingEnv(world_size=w, rank=r, pg=dist.new_group(backend="gloo"))``.
-        host_memory_bytes: Host memory that one collection's shards on one rank may take. None: 0.8 x min(cgroup
-            limit, available memory) / LOCAL_WORLD_SIZE.
+        host_memory_bytes: Host memory that the shards of all hashed collections on one rank may take together. None:
+            0.8 x min(cgroup limit, available memory) / LOCAL_WORLD_SIZE.
 
     Raises:
         ConfigError: The environment has no gloo group, or ``host_memory_bytes`` is not positive.

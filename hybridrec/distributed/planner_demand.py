@@ -1,0 +1,102 @@
+"""What one table takes of one rank, in each tier: the figures that plans account."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from hybridrec.cache.staging import NUM_BUFFERS
+from hybridrec.config import TableConfig
+from hybridrec.distributed.placement import MAX_SLOTS, Placement, ShardPlacement, size_shard
+from hybridrec.store.host_bytes import planned_host_bytes
+from hybridrec.store.row_state_layout import RowStateLayout
+
+BATCHES_IN_FLIGHT = 3
+"""The pipeline's default depth: what a table that keeps only batches in flight in slots is accounted for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierBytes:
+    """Bytes of one rank."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableDemand:
+    """One table's sizes as functions of what a plan may choose. Immutable; hangs at the nominal parameter."""
+
+    table: TableConfig
+    layout: RowStateLayout
+
+    @property
+    def name(self) -> str:
+        return self.table.name
+
+    def placed(
+        self, compute_kernel: str, world_size: int, load_factor: float | None, batch_rows: int = 0
+    ) -> ShardPlacement:
+        """The shard, with as many slots as it has once batches of so many rows were in flight."""
+        placed = size_shard(self.table, compute_kernel, load_factor, world_size)
+        if placed.placement is Placement.HOST:
+            wanted = min(placed.planned_rows, BATCHES_IN_FLIGHT * batch_rows)
+            placed = dataclasses.replace(placed, num_slots=max(placed.num_slots, wanted))
+        return placed
+
+    def bytes_of(self, placed: ShardPlacement) -> TierBytes:
+        """When the planned rows live: slots on the device; id map, slot index and store on the host."""
+        leaves_slots = placed.placement is not Placement.DEVICE and placed.num_slots < placed.planned_rows
+        host = planned_host_bytes(
+            dim=self.layout.dim,
+            num_row_states=len(self.layout.row_states),
+            num_row_wise_states=len(self.layout.row_wise_states),
+            num_rows=placed.planned_rows,
+            num_slots=placed.num_slots,
+            store_rows=placed.planned_rows if leaves_slots else 0,
+        )
+        return TierBytes(device=placed.num_slots * self.layout.slot_bytes, host=host)
+
+    def staging_bytes(self, placed: ShardPlacement, batch_rows: int) -> TierBytes:
+        """On a device with memory of its own: pinned buffers for loads and for victims, and their device sides."""
+        one = min(batch_rows, placed.planned_rows) * self.layout.slot_bytes
+        return TierBytes(device=2 * one, host=2 * NUM_BUFFERS * one)
+
+    def accounted(
+        self,
+        compute_kernel: str,
+        world_size: int,
+        load_factor: float | None,
+        *,
+        batch_rows: int,
+        is_host_memory: bool,
+    ) -> TierBytes:
+        """Everything that the planner adds up for one rank, inputs and outputs aside.
+
+        Args:
+            compute_kernel: A value of `Placement`.
+            world_size: W.
+            load_factor: `CacheParams.load_factor`, or None.
+            batch_rows: Ids of one batch that a rank owns, at most as many rows.
+            is_host_memory: Whether slots are ordinary host memory, which needs no staging.
+        """
+        placed = self.placed(compute_kernel, world_size, load_factor, batch_rows)
+        rows = self.bytes_of(placed)
+        if is_host_memory:
+            return rows
+        staging = self.staging_bytes(placed, batch_rows)
+        return TierBytes(device=rows.device + staging.device, host=rows.host + staging.host)
+
+    def smallest_cache(self, world_size: int, batch_rows: int) -> int:
+        """Slots below which batches in flight would wait for each other."""
+        rows = self.placed(Placement.DEVICE.value, world_size, None).planned_rows
+        return min(rows, MAX_SLOTS, max(1, BATCHES_IN_FLIGHT * batch_rows))
+
+
+def load_factor_of(num_slots: int, planned_rows: int) -> float:
+    """The factor by which `size_shard` gives exactly so many slots: a little below n / rows, since it rounds up."""
+    factor = (num_slots - 0.5) / planned_rows
+    if math.ceil(factor * planned_rows) != num_slots:  # beyond what a float can tell apart
+        factor = num_slots / planned_rows
+    return factor

@@ -1,0 +1,335 @@
+"""Which tier a hashed table goes to, and how large its cache is: decided around one run of TorchRec's planner.
+
+`PlanningSession.select` narrows the options that TorchRec enumerated to one a hashed table, before its proposers try
+combinations: a table without a constraint is ``fused`` if it fits, else ``fused_uvm_caching``. `PlanningSession.fill`
+then enlarges the caches whose size nobody gave until the fullest rank is full. Both are pure functions of options and
+topology, so every host makes the same plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption, Storage, Topology
+from torchrec.distributed.types import CacheParams
+
+from hybridrec._compat.planner import TIERS_ATTRIBUTE, PlanCapacityError, option_batch_rows
+from hybridrec.backend import HOST
+from hybridrec.distributed.placement import MAX_SLOTS, Placement
+from hybridrec.distributed.planner_demand import TableDemand, TierBytes, load_factor_of
+from hybridrec.distributed.planner_refusal import Need, Room, describe_refusal
+from hybridrec.store.host_bytes import SLOT_INDEX_BYTES
+
+_PREFERENCE = (Placement.DEVICE.value, Placement.CACHED.value, Placement.HOST.value)
+CACHE_SHARE = 0.5
+"""Of the device memory that tables without constraint share, at least what caches get if there are any: otherwise small
+tables would fill it to the last row, and the caches of large ones hold a batch."""
+_BISECTIONS = 60  # of a factor between 0 and 1: to the last slot of any table
+
+
+def demand_of(option: ShardingOption) -> TableDemand | None:
+    """Of a hashed table's option; None for tables that are TorchRec's own."""
+    demand: TableDemand | None = getattr(option.tensor, TIERS_ATTRIBUTE, None)
+    return demand
+
+
+class PlanningSession:
+    """One call of ``EmbeddingShardingPlanner.plan``."""
+
+    def __init__(self, topology: Topology, constraints: Mapping[str, ParameterConstraints] | None) -> None:
+        """
+        Args:
+            topology: Of the planner; its capacities before anything is reserved.
+            constraints: Of the planner.
+        """
+        self.topology = topology
+        self.constraints = constraints
+        self.is_host_memory = topology.compute_device == HOST.type
+        self.available: Topology | None = None
+        """After TorchRec's reservations; None until it enumerates."""
+        self.options: list[ShardingOption] = []
+        """What `select` left."""
+        self._free_caches: set[str] = set()
+
+    def to_estimate(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """All options of other tables, and each hashed table's first choice: TorchRec's estimates take their time."""
+        first = {id(table_options[0]) for table_options in _by_table(options).values()}
+        return [option for option in options if demand_of(option) is None or id(option) in first]
+
+    def select(
+        self,
+        options: Sequence[ShardingOption],
+        available: Topology,
+        partition: Callable[[list[ShardingOption], Topology], object],
+        estimate: Callable[[list[ShardingOption]], None],
+    ) -> list[ShardingOption]:
+        """One option a hashed table; all options of other tables.
+
+        Args:
+            options: All that TorchRec enumerated; those of `to_estimate` with their estimates.
+            available: The topology less reservations.
+            partition: TorchRec's partitioner: places options, raises PlannerError if they do not fit.
+            estimate: Writes TorchRec's estimates into options.
+        """
+        self.available = available
+        by_table = _by_table(options)
+        for table_options in by_table.values():
+            first, *others = table_options
+            for option in others:
+                self._derive_storages(option, first)
+            for option in table_options:
+                self._start_small(option)
+        chosen = {fqn: self._addressable(table_options)[0] for fqn, table_options in by_table.items()}
+        if not self.is_host_memory:  # there, a cache takes more of the same memory than all rows in slots do
+            plain = _fastest([option for option in options if demand_of(option) is None], available)
+            for fqn in self._to_demote(by_table, chosen, plain, available, partition):
+                chosen[fqn] = _demoted(by_table[fqn])
+        estimate([option for fqn, option in chosen.items() if option is not by_table[fqn][0]])
+        kept = {id(option) for option in chosen.values()}
+        self.options = [option for option in options if demand_of(option) is None or id(option) in kept]
+        return self.options
+
+    def fill(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Enlarge the caches whose size nobody gave, in proportion to their tables' planned rows.
+
+        Args:
+            options: The plan; `Shard.rank` is decided.
+
+        Returns:
+            ``options``, whose ``cache_params`` and storages were changed in place.
+        """
+        free = [option for option in options if option.fqn in self._free_caches and _is_cached(option)]
+        if not free or self.available is None:
+            return options
+        rest = self._rest(options, self.available)
+        rows = np.array([self._sizes(option)[0] for option in free], dtype=np.float64)
+        now = np.array([self._sizes(option)[1] for option in free], dtype=np.float64)
+        device = np.array([_demand(option).layout.slot_bytes for option in free], dtype=np.float64)
+
+        def slots(factor: float) -> Any:
+            return np.minimum(np.maximum(now, np.floor(rows * factor)), np.minimum(rows, MAX_SLOTS))
+
+        def fits(factor: float) -> bool:
+            more = slots(factor) - now
+            return bool((more * device).sum() <= rest.hbm and more.sum() * SLOT_INDEX_BYTES <= rest.ddr)
+
+        low, high = 0.0, 1.0
+        if fits(high):
+            low = high
+        for _ in range(_BISECTIONS if low < high else 0):
+            middle = (low + high) / 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        for option, num_slots in zip(free, slots(low).tolist(), strict=True):
+            self._resize(option, int(num_slots))
+        return options
+
+    def refusal(self, error: PlannerError) -> Exception:
+        """The table of needs, if hashed tables are what does not fit; else TorchRec's own error."""
+        theirs: Exception = error
+        if self.available is None:
+            return theirs
+        needs = [
+            Need(
+                demand=demand,
+                option=option,
+                batch_rows=self.batch_rows(option),
+                accounted=self.accounted(option),
+                is_size_free=option.fqn in self._free_caches and _is_cached(option),
+            )
+            for option in self.options
+            if (demand := demand_of(option)) is not None
+        ]
+        message = describe_refusal(needs, self._room(needs, self.available)) if needs else None
+        if message is None:
+            return theirs
+        refused: Exception = PlanCapacityError(message)
+        return refused
+
+    def _room(self, needs: Sequence[Need], available: Topology) -> Room:
+        """What is left for rows of hashed tables: not their inputs and outputs, and not TorchRec's tables, spread."""
+        world_size = self.topology.world_size
+        plain = [o.total_storage for o in _fastest([o for o in self.options if demand_of(o) is None], available)]
+        hbm = min(device.storage.hbm for device in available.devices) - sum(s.hbm for s in plain) // world_size
+        ddr = min(device.storage.ddr for device in available.devices) - sum(s.ddr for s in plain) // world_size
+        for need in needs:
+            storage = need.option.shards[0].storage
+            hbm -= storage.hbm - (0 if self.is_host_memory else need.accounted.device)
+            ddr -= storage.ddr - need.accounted.host - (need.accounted.device if self.is_host_memory else 0)
+        return Room(
+            device=max(0, hbm),
+            host=max(0, ddr),
+            device_type=self.topology.compute_device,
+            is_host_memory=self.is_host_memory,
+            world_size=world_size,
+        )
+
+    # ---- one option ----------------------------------------------------------------------------------------------
+
+    def batch_rows(self, option: ShardingOption) -> int:
+        """Ids of a batch that one rank owns."""
+        constraints = self.constraints.get(option.name) if self.constraints else None
+        return option_batch_rows(option, constraints)
+
+    def accounted(self, option: ShardingOption) -> TierBytes:
+        """What the option's table takes of one rank."""
+        return _demand(option).accounted(
+            option.compute_kernel,
+            self.topology.world_size,
+            option.cache_load_factor,
+            batch_rows=self.batch_rows(option),
+            is_host_memory=self.is_host_memory,
+        )
+
+    def _sizes(self, option: ShardingOption) -> tuple[int, int]:
+        """(planned rows, slots) of one rank."""
+        placed = _demand(option).placed(option.compute_kernel, self.topology.world_size, option.cache_load_factor)
+        return placed.planned_rows, placed.num_slots
+
+    def _derive_storages(self, option: ShardingOption, from_option: ShardingOption) -> None:
+        """Of another kernel of the same table, whose inputs and outputs are the same. Speed is estimated if chosen."""
+        for shard, other in zip(option.shards, from_option.shards, strict=True):
+            shard.storage, shard.perf = other.storage, other.perf
+        self._shift_storages(option, self.accounted(from_option))
+
+    def _shift_storages(self, option: ShardingOption, before: TierBytes) -> None:
+        """From an option that was accounted as ``before`` to what it is now."""
+        after = self.accounted(option)
+        device, host = after.device - before.device, after.host - before.host
+        if self.is_host_memory:
+            device, host = 0, device + host
+        for shard in option.shards:
+            shard.storage = shard.storage + Storage(hbm=device, ddr=host)
+
+    def _start_small(self, option: ShardingOption) -> None:
+        """Account a cache whose size nobody gave as the smallest that serves: what is left of memory is added later."""
+        if self.is_host_memory or not _is_cached(option) or option.cache_load_factor is not None:
+            return
+        demand = _demand(option)
+        if demand.table.device_rows is not None:
+            return
+        self._free_caches.add(option.fqn)
+        self._resize(option, demand.smallest_cache(self.topology.world_size, self.batch_rows(option)))
+
+    def _resize(self, option: ShardingOption, num_slots: int) -> None:
+        """Write the load factor that gives so many slots, and what it takes, into the option."""
+        before = self.accounted(option)
+        rows, _ = self._sizes(option)
+        params = option.cache_params or CacheParams()
+        option.cache_params = dataclasses.replace(params, load_factor=load_factor_of(num_slots, rows))
+        self._shift_storages(option, before)
+
+    # ---- the choice ----------------------------------------------------------------------------------------------
+
+    def _addressable(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Those whose slots can be numbered, if there are any."""
+        return [option for option in options if self._sizes(option)[1] <= MAX_SLOTS] or options
+
+    def _to_demote(
+        self,
+        by_table: Mapping[str, list[ShardingOption]],
+        chosen: Mapping[str, ShardingOption],
+        plain: list[ShardingOption],
+        available: Topology,
+        partition: Callable[[list[ShardingOption], Topology], object],
+    ) -> list[str]:
+        """The fewest tables, largest first, that must leave the device so that the rest and ``plain`` fit it.
+
+        Once any must, the tables that stay leave `CACHE_SHARE` of the room to the caches of those that do not.
+        """
+        order = [fqn for fqn in chosen if _demoted(by_table[fqn]) is not chosen[fqn]]
+        order.sort(key=lambda fqn: (-chosen[fqn].shards[0].storage.hbm, fqn))
+        room = _with_endless_host(available)
+        smallest_room = min(device.storage.hbm for device in available.devices)
+
+        def fits(num_demoted: int) -> bool:
+            gone = set(order[:num_demoted])
+            hashed = [_demoted(by_table[fqn]) if fqn in gone else option for fqn, option in chosen.items()]
+            taken = sum(option.shards[0].storage.hbm for option in hashed)
+            stay = sum(chosen[fqn].shards[0].storage.hbm for fqn in order[num_demoted:])
+            if taken > smallest_room or (gone and stay > (1 - CACHE_SHARE) * (smallest_room - taken + stay)):
+                return False
+            return not plain or _is_partitionable([*hashed, *plain], room, partition)
+
+        low, high = 0, len(order)  # invariant: more than `low - 1` must go, `high` are enough or all there are
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        return order[:low]
+
+    def _rest(self, options: Sequence[ShardingOption], available: Topology) -> Storage:
+        """What the fullest rank has left, by tier."""
+        hbm = [device.storage.hbm for device in available.devices]
+        ddr = [device.storage.ddr for device in available.devices]
+        for option in options:
+            for shard in option.shards:
+                hbm[shard.rank] -= shard.storage.hbm
+                ddr[shard.rank] -= shard.storage.ddr
+        return Storage(hbm=max(0, math.floor(min(hbm))), ddr=max(0, math.floor(min(ddr))))
+
+
+def _by_table(options: Sequence[ShardingOption]) -> dict[str, list[ShardingOption]]:
+    """Options of hashed tables, each table's in order of preference."""
+    by_table: dict[str, list[ShardingOption]] = {}
+    for option in options:
+        if demand_of(option) is not None:
+            by_table.setdefault(option.fqn, []).append(option)
+    for table_options in by_table.values():
+        table_options.sort(key=lambda o: _PREFERENCE.index(o.compute_kernel))
+    return by_table
+
+
+def _demand(option: ShardingOption) -> TableDemand:
+    demand = demand_of(option)
+    assert demand is not None  # asked of hashed tables alone
+    return demand
+
+
+def _is_cached(option: ShardingOption) -> bool:
+    return bool(option.compute_kernel == Placement.CACHED.value)
+
+
+def _demoted(options: list[ShardingOption]) -> ShardingOption:
+    """Of one table's options, in order of preference: the first that does not keep all rows on the device."""
+    return next((o for o in options if o.compute_kernel != Placement.DEVICE.value), options[0])
+
+
+def _fastest(options: list[ShardingOption], available: Topology) -> list[ShardingOption]:
+    """The best option of each table by TorchRec's estimate, of those whose shards fit an empty device, if any do."""
+    room = max(device.storage.hbm for device in available.devices)
+
+    def cost(option: ShardingOption) -> tuple[bool, float]:
+        shards = option.shards
+        return any(shard.storage.hbm > room for shard in shards), max(float(shard.perf.total) for shard in shards)
+
+    best: dict[str, ShardingOption] = {}
+    for option in options:
+        if option.fqn not in best or cost(option) < cost(best[option.fqn]):
+            best[option.fqn] = option
+    return list(best.values())
+
+
+def _with_endless_host(available: Topology) -> Topology:
+    """More host memory can only be needed when fewer tables are on the device: it is the planner's to check."""
+    topology = copy.deepcopy(available)
+    for device in topology.devices:
+        device.storage = Storage(hbm=device.storage.hbm, ddr=1 << 62, ssd=device.storage.ssd)
+    return topology
+
+
+def _is_partitionable(
+    options: list[ShardingOption], room: Topology, partition: Callable[[list[ShardingOption], Topology], object]
+) -> bool:
+    try:
+        partition(options, room)
+    except PlannerError:
+        return False
+    finally:
+        for option in options:
+            for shard in option.shards:
+                shard.rank = None
+    return True

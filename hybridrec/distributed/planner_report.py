@@ -1,0 +1,188 @@
+"""A plan's hashed tables in both tiers: as text, and against the machine that it is to run on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+
+from hybridrec._compat.planner import TIERS_ATTRIBUTE, default_capacities
+from hybridrec.backend import HOST, resolve_backend
+from hybridrec.distributed.host_memory import HostBudget, local_world_size
+from hybridrec.distributed.placement import ShardPlacement
+from hybridrec.distributed.planner_demand import TableDemand, TierBytes
+from hybridrec.distributed.planner_policy import PlanningSession
+from hybridrec.distributed.planner_refusal import aligned, human
+from hybridrec.errors import BackendError, CapacityError, ConfigError
+
+logger = logging.getLogger("hybridrec")
+
+MAX_LISTED = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTable:
+    """One hashed table of a plan."""
+
+    collection: nn.Module
+    demand: TableDemand
+    placed: ShardPlacement
+    """Of one rank."""
+    taken: TierBytes
+    """Rows, states and index of one rank once the planned rows live; staging and inputs are beside."""
+
+
+def planned_tables(plan: ShardingPlan, module: nn.Module, sharders: Iterable[ModuleSharder[Any]]) -> list[PlannedTable]:
+    """The hashed tables of a plan, in its order."""
+    tables = []
+    by_type = {sharder.module_type: sharder for sharder in sharders if getattr(sharder, "plans_tiers", False)}
+    for path, table_plans in plan.plan.items():
+        collection = module.get_submodule(path)
+        sharder = by_type.get(type(collection))
+        if sharder is None:
+            continue
+        parameters = sharder.shardable_parameters(collection)
+        for name, planned in table_plans.items():
+            demand: TableDemand = getattr(parameters[name], TIERS_ATTRIBUTE)
+            cache, world_size = planned.cache_params, _world_size(planned)
+            placed = demand.placed(planned.compute_kernel, world_size, None if cache is None else cache.load_factor)
+            tables.append(
+                PlannedTable(collection=collection, demand=demand, placed=placed, taken=demand.bytes_of(placed))
+            )
+    return tables
+
+
+def describe_plan(
+    plan: ShardingPlan,
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    topology: Topology | None = None,
+) -> str:
+    """The hashed tables of a plan as a table: kernel, rows and bytes of one rank on the device and on the host.
+
+    Args:
+        plan: From ``EmbeddingShardingPlanner``.
+        module: The model that was planned, not yet sharded.
+        sharders: Those that the planner was given.
+        topology: The planner's; adds its capacities.
+
+    Returns:
+        Lines; the largest 50 tables and the sum of all. Bytes are those once the planned rows live.
+    """
+    tables = planned_tables(plan, module, sharders)
+    largest = sorted(tables, key=lambda t: (-t.taken.device - t.taken.host, t.demand.name))[:MAX_LISTED]
+    rows = [("table", "kernel", "device rows", "device", "host rows", "host")]
+    for table in largest:
+        device_rows, all_rows = table.placed.num_slots, table.placed.planned_rows
+        rows.append(
+            (
+                repr(table.demand.name),
+                table.placed.placement.value,
+                f"{device_rows:,}",
+                human(table.taken.device),
+                f"{0 if device_rows >= all_rows else all_rows:,}",
+                human(table.taken.host),
+            )
+        )
+    if len(tables) > len(largest):
+        rows.append((f"and {len(tables) - len(largest)} more", "", "", "", "", ""))
+    total = _total(tables)
+    rows.append((f"all {len(tables)} hashed tables", "", "", human(total.device), "", human(total.host)))
+    if topology is not None:
+        storage = topology.devices[0].storage
+        device = "(host)" if topology.compute_device == HOST.type else human(storage.hbm)
+        rows.append(("capacity", "", "", device, "", human(storage.ddr)))
+    return "\n".join(["hashed tables, of one rank:", *aligned(rows)])
+
+
+class HybridPlanPolicy:
+    """What the wraps around TorchRec's planner ask."""
+
+    def session(self, topology: Topology, constraints: Mapping[str, ParameterConstraints] | None) -> PlanningSession:
+        """For one call of ``plan``."""
+        return PlanningSession(topology, constraints)
+
+    def note(self, plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+        """Let the sharders split their host budget as the plan needs it."""
+        tables = planned_tables(plan, module, sharders)
+        by_collection: dict[nn.Module, int] = {}
+        for table in tables:
+            by_collection[table.collection] = by_collection.get(table.collection, 0) + table.taken.host
+        for budget in _budgets(sharders):
+            budget.plan(by_collection)
+
+    def accept(
+        self, plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], topology: Topology
+    ) -> None:
+        """Log the plan, and check it against this machine. Collective over the host group: all ranks raise or none.
+
+        Raises:
+            CapacityError: The topology has TorchRec's default capacities, and the tables do not fit this machine.
+        """
+        group = next(s.host_group for s in sharders if getattr(s, "plans_tiers", False))
+        if dist.get_rank(group) == 0:
+            logger.info("%s", describe_plan(plan, module, sharders, topology))
+        tables = planned_tables(plan, module, sharders)
+        problem = machine_problem(tables, _budgets(sharders), topology, dist.get_rank(group))
+        problems: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise CapacityError(f"rank {rank}: {text}")
+
+
+def machine_problem(
+    tables: Sequence[PlannedTable], budgets: Sequence[HostBudget], topology: Topology, rank: int
+) -> str | None:
+    """Why this machine cannot hold the plan, or None. What the user bounded himself is warned of, not refused."""
+    total = _total(tables)
+    try:
+        backend = resolve_backend(topology.compute_device)
+    except (BackendError, ConfigError):
+        backend = None  # planned here for another machine
+    host = total.host
+    if backend is not None and backend.is_host_memory:
+        host += total.device
+    elif backend is not None:
+        device = torch.device(topology.compute_device, rank % topology.local_world_size)
+        _, memory = backend.memory_bytes(device)
+        if total.device > memory:
+            return (
+                f"the slots of {len(tables)} hashed tables take {human(total.device)} on {device}, which has "
+                f"{human(memory)}; the topology says {human(topology.devices[rank].storage.hbm)}. Give the planner "
+                f"Topology(hbm_cap={memory}, ...)."
+            )
+    budget = min(b.total_bytes for b in budgets)
+    if host <= budget:
+        return None
+    text = (
+        f"{len(tables)} hashed tables take {human(host)} of host memory once their planned rows live, and a rank's "
+        f"budget is {human(budget)} ({local_world_size()} ranks on this machine)"
+    )
+    if default_capacities(topology) and not any(b.is_given for b in budgets):
+        return (
+            f"{text}; the topology's {human(topology.devices[rank].storage.ddr)} are TorchRec's default. Give the "
+            "tables' planned_rows, use more machines, or say what a rank may take: Topology(ddr_cap=...) or "
+            "host_memory_bytes of get_default_hybrid_sharders(...)."
+        )
+    logger.warning("rank %d: %s: batches that need more will be refused.", rank, text)
+    return None
+
+
+def _budgets(sharders: Iterable[ModuleSharder[Any]]) -> list[HostBudget]:
+    return [sharder.host_budget for sharder in sharders if getattr(sharder, "plans_tiers", False)]
+
+
+def _total(tables: Sequence[PlannedTable]) -> TierBytes:
+    return TierBytes(device=sum(t.taken.device for t in tables), host=sum(t.taken.host for t in tables))
+
+
+def _world_size(planned: ParameterSharding) -> int:
+    return len(planned.ranks)
