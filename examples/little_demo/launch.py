@@ -1,4 +1,4 @@
-"""The command line, and how this process finds its device and the other ranks."""
+"""How this process finds its device and the other ranks."""
 
 from __future__ import annotations
 
@@ -30,41 +30,6 @@ class Ranks:
     device: torch.device
     host_group: dist.ProcessGroup
     """gloo: ids travel over it between the ranks' host memories."""
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ends the process with a usage text if it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="examples/little_demo/run.sh",
-        description="Train a small DLRM on MovieLens (100,004 ratings). Its hashed tables are larger than their device "
-        "tier, so that rows move between device and host. Prints the plan, losses, held-out AUC, where the rows are, "
-        "hit rates and speed.",
-        epilog="Exit status: 0; 1 if a full epoch did not reach an AUC of 0.77. Short try: %(prog)s --batches 20",
-    )
-    add = parser.add_argument
-    add(
-        "--device",
-        choices=["auto", *COLLECTIVES],
-        default="auto",
-        help="default auto: cuda or npu if present, else cpu",
-    )
-    add(
-        "--ranks",
-        type=_positive,
-        metavar="W",
-        help=f"processes to start, each on a device of its own (default: {DEFAULT_RANKS})",
-    )
-    add("--epochs", type=_positive, default=1, metavar="N", help="passes over the training part (default: 1)")
-    add("--batches", type=_positive, metavar="N", help="stop after N batches; short of an epoch the AUC is not judged")
-    add("--batch-size", type=_positive, default=512, metavar="B", help="ratings a batch, over all ranks (default: 512)")
-    add("--seed", type=int, default=0, help="of split, order, rows and weights; same seed, same losses (default: 0)")
-    return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
 
 
 def quiet_libraries() -> None:
@@ -109,10 +74,10 @@ def check_batch_size(batch_size: int, world_size: int) -> None:
     """Every rank needs something to do.
 
     Raises:
-        SystemExit: A batch has fewer ratings than there are ranks.
+        SystemExit: A batch has fewer rows than there are ranks.
     """
     if batch_size < world_size:
-        raise SystemExit(f"--batch-size {batch_size}: less than one rating for each of {world_size} ranks. Raise it.")
+        raise SystemExit(f"--batch-size {batch_size}: less than one row for each of {world_size} ranks. Raise it.")
 
 
 def start_ranks(args: argparse.Namespace, argv: list[str]) -> int:

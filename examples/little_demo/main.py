@@ -6,85 +6,69 @@ What differs from a TorchRec script is marked (hybridrec). `run.sh` starts it.
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchmetrics.classification import BinaryAUROC
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from examples.little_demo.dataset import (
-    FEATURES,
-    Batch,
-    Ratings,
-    expected_distinct,
-    load_ratings,
-    rank_batches,
-    shuffled,
-    split_rows,
-)
+from examples.little_demo.batch import Batch, DataError, DataSet, Share, load
+from examples.little_demo.criteo import Criteo
+from examples.little_demo.history import Board, History, Recorder
 from examples.little_demo.launch import Ranks, join_ranks, leave_ranks
-from examples.little_demo.model import EMBEDDING_DIM, LittleDLRM
-from examples.little_demo.report import gather_stats, hit_rate, plan_lines, stats_lines
-from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, get_default_hybrid_sharders
+from examples.little_demo.model import LittleDLRM
+from examples.little_demo.movielens import MovieLens, load_ratings
+from examples.little_demo.options import PICTURE
+from examples.little_demo.pictures import draw, is_usable
+from examples.little_demo.powerlaw import PowerLaw, PowerLawSizes
+from examples.little_demo.report import gather_stats, plan_lines, stage_lines, stats_lines
+from examples.little_demo.tables import build_tables
+from hybridrec import (
+    HashEmbeddingBagCollection,
+    HashEmbeddingBagConfig,
+    HybridTrainPipelineSparseDist,
+    get_default_hybrid_sharders,
+)
 
 AUC_GOAL = 0.77
-"""What one epoch reaches with room to spare: 0.7795 is the worst of seeds 0 to 5 on two ranks."""
+"""What one epoch of MovieLens reaches with room to spare: 0.7795 is the worst of seeds 0 to 5 on two ranks."""
+ERROR_PREFIX = f"{DataError.__module__}.{DataError.__qualname__}: "
 ROW_LEARNING_RATE = 0.2
 DENSE_LEARNING_RATE = 2e-3
-REPORT_EVERY = 10
-"""Batches between two printed losses."""
 
 
-def build_tables(ratings: Ratings, *, batch_size: int, world_size: int, seed: int) -> list[HashEmbeddingBagConfig]:
-    """One hashed table a feature."""
-    ids = {"user": ratings.users, "movie": ratings.movies, "genre": ratings.genres}
-    return [
-        HashEmbeddingBagConfig(
-            name=feature,
-            feature_names=[feature],
-            embedding_dim=EMBEDDING_DIM,
-            num_embeddings=10**12,  # nominal: nothing is allocated for it, and ids are not bounded by it
-            pooling=PoolingType.MEAN if feature == "genre" else PoolingType.SUM,
-            # (hybridrec) The rows that will really live, so that the planner accounts those.
-            planned_rows=len(torch.unique(ids[feature])),
-            # (hybridrec) The genres stay on the device, of the other tables only a part.
-            device_rows=None if feature == "genre" else choose_device_rows(ids[feature], batch_size, world_size),
-            seed=seed,
-        )
-        for feature in FEATURES
-    ]
+def open_data(args: argparse.Namespace) -> DataSet:
+    """The data set that the command line names.
 
-
-def choose_device_rows(ids: Tensor, batch_size: int, world_size: int) -> int:
-    """Rows of one table that a rank keeps on its device: a quarter of its share, so that rows really have to move.
-
-    But never fewer than one batch needs, since all its rows must be on the device together: a rank owns U / W of the
-    batch's U distinct rows, give or take sqrt(U / W) by chance. Five times that is never exceeded in practice; if it
-    were, hybridrec would refuse the batch, saying so, on all ranks.
+    Raises:
+        DataError: Its file cannot be used.
     """
-    quarter = math.ceil(len(torch.unique(ids)) / world_size / 4)
-    expected = expected_distinct(ids, batch_size) / world_size
-    return max(quarter, math.ceil(expected + 5 * math.sqrt(expected)))
+    if args.data == "criteo":
+        return Criteo(args.path)
+    if args.data == "powerlaw":
+        given = {name: getattr(args, name) for name in ("rows", "ids", "features", "exponent")}
+        sizes = PowerLawSizes(**{name: value for name, value in given.items() if value is not None})
+        return PowerLaw(sizes, seed=args.seed)
+    return MovieLens(load_ratings(), seed=args.seed)
 
 
 def build_model(
-    tables: list[HashEmbeddingBagConfig], ranks: Ranks
+    data: DataSet, tables: list[HashEmbeddingBagConfig], ranks: Ranks
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, ShardingPlan]:
     """The sharded model, its optimizer, and the plan that it was sharded by. Collective."""
     # (hybridrec) Instead of EmbeddingBagCollection.
     ebc = HashEmbeddingBagCollection(tables=tables, device=ranks.device)
-    model = LittleDLRM(ebc, num_features=len(FEATURES), device=ranks.device)
+    model = LittleDLRM(ebc, num_features=len(data.features), num_dense=data.num_dense, device=ranks.device)
     apply_optimizer_in_backward(torch.optim.Adagrad, model.ebc.parameters(), {"lr": ROW_LEARNING_RATE})
 
     # (hybridrec) Instead of get_default_sharders().
@@ -115,68 +99,100 @@ def build_model(
 
 
 def train(
+    pipeline: HybridTrainPipelineSparseDist,
     model: DistributedModelParallel,
-    optimizer: CombinedOptimizer,
-    batches: Iterable[Batch],
-    device: torch.device,
-    bar: tqdm | None = None,
-) -> list[Tensor]:
-    """One pass over the batches.
+    batches: Iterator[Batch],
+    recorder: Recorder,
+) -> History:
+    """Train on all batches.
 
     Args:
+        pipeline: Of the model.
         model: From `build_model`.
-        optimizer: From `build_model`.
         batches: Of this rank; every rank must bring the same number.
-        device: Of the dense part.
-        bar: Advanced by one a batch; shows loss and hit rate of this rank. None: nothing is shown.
+        recorder: Told of every batch.
 
     Returns:
-        The loss of each batch, float32 [], on the device.
+        What the recorder recorded.
     """
     model.train()
-    losses: list[Tensor] = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss, _ = model(batch.to(device))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-        if bar is not None:
-            bar.update()
-            if len(losses) % REPORT_EVERY == 0 or len(losses) == bar.total:
-                show_progress(bar, losses, hit_rate(model.module.ebc.stats()))
-    return losses
+    while True:
+        try:
+            loss, _, labels = pipeline.progress(batches)
+        except StopIteration:
+            return recorder.finish()
+        recorder.add(loss, len(labels))
 
 
-def show_progress(bar: tqdm, losses: list[Tensor], hits: float) -> None:
-    """Print the mean of the last losses above the bar, and show it in the bar; without a terminal there is no bar."""
-    loss = torch.stack(losses[-REPORT_EVERY:]).mean().item()
-    bar.set_postfix(loss=f"{loss:.4f}", hits_of_rank_0=f"{hits:.1%}")
-    bar.write(f"batch {len(losses):>6}  loss {loss:.7f}")
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How well rows were ranked, over all ranks."""
+
+    auc: float
+    num_rows: int
+    num_positive: int
+    """Of them, with the label 1."""
 
 
 @torch.no_grad()
-def evaluate(model: DistributedModelParallel, batches: Iterable[Batch], ranks: Ranks) -> float:
-    """The AUC over the batches of all ranks. Reads only: unknown ids get no row. Collective."""
+def evaluate(
+    pipeline: HybridTrainPipelineSparseDist, model: DistributedModelParallel, batches: Iterator[Batch], ranks: Ranks
+) -> Evaluation:
+    """Score the batches of all ranks. Reads only: unknown ids get no row. Collective."""
     model.eval()
     metric = BinaryAUROC(process_group=ranks.host_group)
+    num_rows = num_positive = 0
+    while True:
+        try:
+            _, logits, labels = pipeline.progress(batches)
+        except StopIteration:
+            break
+        metric.update(logits.cpu(), labels.cpu().int())
+        num_rows += len(labels)
+        num_positive += int(labels.sum())
+    return Evaluation(
+        auc=float(metric.compute()), num_rows=total(num_rows, ranks), num_positive=total(num_positive, ranks)
+    )
+
+
+def best_auc(data: PowerLaw, batches: Iterator[Batch], ranks: Ranks) -> float:
+    """The AUC of the logits that the labels of the batches were drawn with. Collective."""
+    metric = BinaryAUROC(process_group=ranks.host_group)
     for batch in batches:
-        _, logits = model(batch.to(ranks.device))
-        metric.update(logits.cpu(), batch.labels.int())
+        metric.update(data.planted_logits(batch), batch.labels.int())
     return float(metric.compute())
 
 
-def judge(auc: float, *, num_batches: int, batches_per_epoch: int) -> tuple[int, str]:
+def judge(auc: float, best: float | None, *, data: DataSet, num_batches: int, per_epoch: int | None) -> tuple[int, str]:
     """Whether the model learned what it should have.
+
+    Args:
+        auc: That it reached on the rows held out.
+        best: That nobody can exceed there, up to chance; None: not known.
+        data: What it learned from.
+        num_batches: That it was trained on.
+        per_epoch: Batches of an epoch, None: not known.
 
     Returns:
         Exit status and a sentence.
     """
-    if num_batches < batches_per_epoch:
-        return 0, f"AUC not judged: {num_batches:,} batches are less than an epoch of {batches_per_epoch:,}."
+    if best is not None:
+        share = (auc - 0.5) / (best - 0.5)
+        return 0, f"best possible AUC there: {best:.4f}; the model has come {share:.0%} of the way from guessing to it."
+    if not isinstance(data, MovieLens) or per_epoch is None:
+        return 0, "AUC not judged: what this data allows is not known."
+    if num_batches < per_epoch:
+        return 0, f"AUC not judged: {num_batches:,} batches are less than an epoch of {per_epoch:,}."
     if not auc >= AUC_GOAL:  # also if it is NaN
         return 1, f"FAILED: held-out AUC {auc:.4f} is below the {AUC_GOAL} that this model reaches in one epoch."
     return 0, f"OK: held-out AUC {auc:.4f} is at least {AUC_GOAL}."
+
+
+def total(number: int, ranks: Ranks) -> int:
+    """The sum over all ranks. Collective."""
+    result = torch.tensor(number)
+    dist.all_reduce(result, group=ranks.host_group)
+    return int(result)
 
 
 def run(args: argparse.Namespace, ranks: Ranks) -> int:
@@ -188,41 +204,65 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
 
     Returns:
         Exit status, the same on every rank.
+
+    Raises:
+        DataError: The data is not what it should be.
     """
 
     def say(*lines: str) -> None:
         if ranks.rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    def batches_of(rows: Tensor) -> list[Tensor]:
-        return rank_batches(rows, batch_size=args.batch_size, rank=ranks.rank, world_size=ranks.world_size)
+    def batches(epochs: range | None) -> Iterator[Batch]:
+        workers = data.num_workers if args.workers is None else args.workers
+        share = Share(batch_size=args.batch_size, rank=ranks.rank, world_size=ranks.world_size)
+        return load(data, share, epochs=epochs, num_workers=workers, pin_memory=ranks.device.type != "cpu")
 
     torch.manual_seed(args.seed)
-    ratings = load_ratings()
-    train_rows, test_rows = split_rows(len(ratings), args.seed)
-    tables = build_tables(ratings, batch_size=args.batch_size, world_size=ranks.world_size, seed=args.seed)
-    model, optimizer, plan = build_model(tables, ranks)
-    say(f"ranks: {ranks.world_size} on {ranks.device.type}, seed: {args.seed}, ratings to learn: {len(train_rows):,}")
+    data = open_data(args)
+    tables = build_tables(
+        data.tables(), batch_size=args.batch_size, world_size=ranks.world_size, depth=args.depth, seed=args.seed
+    )
+    model, optimizer, plan = build_model(data, tables, ranks)
+    # (hybridrec) Instead of TrainPipelineSparseDist: rows are fetched for batches to come while one computes.
+    pipeline = HybridTrainPipelineSparseDist(model, optimizer, ranks.device, pipe_n_batch=args.depth)
+    say(f"ranks: {ranks.world_size} on {ranks.device.type}, seed: {args.seed}, data: {data.describe()}")
     say("", *plan_lines(plan, {table.name: table.device_rows for table in tables}), "")
 
-    epochs = [batches_of(shuffled(train_rows, args.seed, epoch)) for epoch in range(args.epochs)]
-    schedule = [rows for epoch in epochs for rows in epoch][: args.batches]
-    with tqdm(total=len(schedule), unit="batch", disable=True if ranks.rank else None) as bar:  # None: on a terminal
+    per_epoch = data.num_batches(args.batch_size)
+    lengths = [n for n in (args.batches, per_epoch and per_epoch * args.epochs) if n is not None]
+    picture = (args.picture or PICTURE) if ranks.rank == 0 and is_usable("matplotlib", "picture") else None
+    wants_board = ranks.rank == 0 and args.tensorboard is not None
+    board = Board(args.tensorboard) if wants_board and is_usable("tensorboard", "TensorBoard log") else None
+    with tqdm(  # None: on a terminal
+        total=min(lengths, default=None), unit="batch", disable=True if ranks.rank else None
+    ) as bar:
+        recorder = Recorder(model.module.ebc.stats, bar=bar if ranks.rank == 0 else None, board=board)
         start = time.perf_counter()
-        batches = (ratings.batch(rows) for rows in schedule)
-        losses = train(model, optimizer, batches, ranks.device, bar if ranks.rank == 0 else None)
-        losses[-1].item()  # wait for the device
+        history = train(pipeline, model, islice(batches(range(args.epochs)), args.batches), recorder)
+        history.losses[-1].item()  # wait for the device
         seconds = time.perf_counter() - start
+    stages = pipeline.stats()  # of training alone
 
     stats = gather_stats(model.module.ebc.stats(), ranks.host_group)
-    auc = evaluate(model, (ratings.batch(rows) for rows in batches_of(test_rows)), ranks)
-    status, sentence = judge(auc, num_batches=len(schedule), batches_per_epoch=len(epochs[0]))
-    samples = sum(len(rows) for rows in schedule) * ranks.world_size  # of all ranks; to within one a batch
-    base_rate = float(ratings.labels[test_rows].mean())
-    say("", *stats_lines(stats), "")
-    say(f"speed: {samples / seconds:,.0f} samples/s, all ranks together, over {len(schedule):,} batches")
-    say(f"held-out AUC: {auc:.4f} on {len(test_rows):,} ratings (guessing: 0.5; base rate of likes: {base_rate:.3f})")
-    say(sentence)
+    result = evaluate(pipeline, model, batches(None), ranks)
+    best = best_auc(data, batches(None), ranks) if isinstance(data, PowerLaw) else None
+    status, sentence = judge(result.auc, best, data=data, num_batches=len(history.losses), per_epoch=per_epoch)
+    say("", *stats_lines(stats), "", *stage_lines(stages), "")
+    num_rows = total(history.num_rows, ranks)
+    say(f"speed: {num_rows / seconds:,.0f} {data.unit}/s, all ranks together, over {len(history.losses):,} batches")
+    say(
+        f"held-out AUC: {result.auc:.4f} on {result.num_rows:,} {data.unit} "
+        f"(guessing: 0.5; share of the label 1: {result.num_positive / result.num_rows:.3f})",
+        sentence,
+    )
+    if board is not None:
+        board.add("auc", result.auc, len(history.losses))
+        board.close()
+        say(f"TensorBoard log: tensorboard --logdir {args.tensorboard}")
+    if picture is not None:
+        draw(history, picture, f"Little Demo: {data.name}, held-out AUC {result.auc:.4f}")
+        say(f"picture: {picture}")
     return status
 
 
@@ -233,6 +273,11 @@ def main(args: argparse.Namespace) -> int:
         Exit status.
     """
     ranks = join_ranks(args)
-    status = run(args, ranks)
+    try:
+        status = run(args, ranks)
+    except DataError as error:  # a worker process puts its traceback before what it has to say
+        raise SystemExit(
+            f"rank {ranks.rank}: {str(error).strip().splitlines()[-1].removeprefix(ERROR_PREFIX)}"
+        ) from None
     leave_ranks(ranks)
     return status

@@ -6,52 +6,62 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
-from examples.little_demo.dataset import Batch
+from examples.little_demo.batch import Batch
 
 EMBEDDING_DIM = 16
 
 
 class LittleDLRM(nn.Module):
-    """Will this user like this movie?
+    """Will this user like this movie, will this advertisement be clicked?
 
-    After Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
-    without the bottom MLP: this data set has no dense features.
+    After Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and Recommendation Systems".
+    Where there are dense features, the bottom MLP makes one more embedding of them.
     """
 
     pairs: Tensor
-    """int64 [2, F * (F - 1) / 2]: row and column numbers of the pairs of different features."""
+    """int64 [2, E * (E - 1) / 2]: row and column numbers of the pairs of different embeddings."""
 
-    def __init__(self, ebc: EmbeddingBagCollectionInterface, *, num_features: int, device: torch.device) -> None:
-        """Build the over-arch for the embeddings that the collection will pool.
+    def __init__(
+        self, ebc: EmbeddingBagCollectionInterface, *, num_features: int, num_dense: int = 0, device: torch.device
+    ) -> None:
+        """Build the MLPs around the embeddings that the collection will pool.
 
         Args:
             ebc: One output of `EMBEDDING_DIM` columns a feature.
             num_features: F.
-            device: Of the MLP.
+            num_dense: Dense features; may be 0.
+            device: Of the MLPs.
         """
         super().__init__()
         self.ebc = ebc
-        pairs = torch.triu_indices(num_features, num_features, offset=1, device=device)
+        self.bottom = _mlp([num_dense, 32, EMBEDDING_DIM], device) if num_dense else None
+        num_embeddings = num_features + (num_dense > 0)  # E
+        pairs = torch.triu_indices(num_embeddings, num_embeddings, offset=1, device=device)
         self.register_buffer("pairs", pairs, persistent=False)
-        num_inputs = num_features * EMBEDDING_DIM + pairs.shape[1]
-        self.over = nn.Sequential(
-            nn.Linear(num_inputs, 64, device=device),
-            nn.ReLU(),
-            nn.Linear(64, 32, device=device),
-            nn.ReLU(),
-            nn.Linear(32, 1, device=device),
-        )
+        self.over = _mlp([num_embeddings * EMBEDDING_DIM + pairs.shape[1], 64, 32, 1], device)
         self.loss = nn.BCEWithLogitsLoss()
 
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Score one batch.
 
         Returns:
-            The mean loss, float32 [], and the logits of "liked", float32 [B].
+            The mean loss to differentiate, float32 []; and what is reported: that loss, the logits of the label 1 and
+            the labels, both float32 [B], all detached.
         """
-        pooled = self.ebc(batch.ids).values()  # [B, F * D]
-        embeddings = pooled.view(len(pooled), -1, EMBEDDING_DIM)  # [B, F, D]
-        products = embeddings @ embeddings.transpose(1, 2)  # [B, F, F]
+        embeddings = self.ebc(batch.ids).values()  # [B, F * D]
+        if self.bottom is not None:
+            embeddings = torch.cat([self.bottom(batch.dense), embeddings], 1)  # [B, E * D]
+        by_embedding = embeddings.unflatten(1, (-1, EMBEDDING_DIM))  # [B, E, D]
+        products = by_embedding @ by_embedding.transpose(1, 2)  # [B, E, E]
         interactions = products[:, self.pairs[0], self.pairs[1]]
-        logits = self.over(torch.cat([pooled, interactions], 1)).squeeze(1)
-        return self.loss(logits, batch.labels), logits
+        logits = self.over(torch.cat([embeddings, interactions], 1)).squeeze(1)
+        loss = self.loss(logits, batch.labels)
+        return loss, (loss.detach(), logits.detach(), batch.labels.detach())
+
+
+def _mlp(sizes: list[int], device: torch.device) -> nn.Sequential:
+    """Linear layers with a ReLU between each two."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

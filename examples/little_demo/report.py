@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 if TYPE_CHECKING:
-    from hybridrec import TableStats
+    from hybridrec import PipelineStats, TableStats
 
 
 def plan_lines(plan: ShardingPlan, device_rows: dict[str, int | None]) -> list[str]:
@@ -71,4 +71,23 @@ def stats_lines(tables: Sequence[Sequence[TableStats]]) -> list[str]:
             f"{name:<8}{resident:>9,}{sum(s.rows for s in ranks) - resident:>9,}{hit_rate(ranks):>9.1%}"
             f"{unique_rate:>11.1%}{sum(s.loads for s in ranks):>13,}{sum(s.write_backs for s in ranks):>13,}"
         )
+    return lines
+
+
+def stage_lines(stats: PipelineStats) -> list[str]:
+    """What the pipeline of one rank did, and what its training thread waited for."""
+    num_batches = max(1, stats.batches_committed)
+    stages = [*stats.stage_seconds, *(stage for stage in stats.stall_seconds if stage not in stats.stage_seconds)]
+    lines = [
+        f"pipeline of rank 0, depth {stats.depth}, milliseconds a batch ({stats.batches_committed:,} batches)",
+        f"{'stage':<10}{'works':>8}{'is waited for':>15}",
+    ]
+    for stage in stages:
+        works = stats.stage_seconds.get(stage)
+        lines.append(
+            f"{stage:<10}{'' if works is None else f'{1e3 * works / num_batches:.2f}':>8}"
+            f"{1e3 * stats.stall_seconds.get(stage, 0.0) / num_batches:>15.2f}"
+        )
+    moved = [f"{count / num_batches / 1024:,.1f} KiB" for count in (stats.load_bytes, stats.write_back_bytes)]
+    lines.append(f"rows moved a batch: {moved[0]} to the device, {moved[1]} to the host")
     return lines

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Starts the Little Demo on this machine. Options: run.sh --help
+# Starts the Little Demo on this machine. Options: run.sh --help. Paths are meant from where it is started.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
 # The interpreter: HYBRIDREC_PYTHON, else the environment that `make demo` sets up, else what is active.
 python="${HYBRIDREC_PYTHON:-}"
 if [[ -z "$python" ]]; then
     python=python3
-    [[ -x .venv/bin/python ]] && python=.venv/bin/python
+    [[ -x "$root/.venv/bin/python" ]] && python="$root/.venv/bin/python"
 fi
 
+# The demo is found in this checkout, and nothing in the folder where it is started takes its place.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 # All ranks are on this machine. gloo would look up the host's own name, which many containers cannot resolve.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
 # torch's threads: batches are small, and losses repeat bit for bit only with a fixed number.

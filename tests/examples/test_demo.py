@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.little_demo import dataset, main
-from examples.little_demo.dataset import Ratings
+from examples.little_demo import main
+from examples.little_demo.batch import Share, load
+from examples.little_demo.criteo import Criteo
+from examples.little_demo.history import Recorder
 from examples.little_demo.launch import Ranks
+from examples.little_demo.movielens import MovieLens, Ratings, load_ratings
+from examples.little_demo.powerlaw import PowerLaw, PowerLawSizes
 from examples.little_demo.report import gather_stats, hit_rate
+from examples.little_demo.tables import build_tables
+from hybridrec import HybridTrainPipelineSparseDist
 from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -24,14 +31,9 @@ CPU = torch.device("cpu")
 LN_2 = math.log(2.0)
 
 
-@pytest.fixture(scope="module")
-def ratings() -> Ratings:
-    return dataset.load_ratings()
-
-
 def first_ratings(num_rows: int) -> Ratings:
     """The oldest part of the log."""
-    ratings = dataset.load_ratings()
+    ratings = load_ratings()
     return Ratings(
         users=ratings.users[:num_rows],
         movies=ratings.movies[:num_rows],
@@ -41,29 +43,44 @@ def first_ratings(num_rows: int) -> Ratings:
     )
 
 
-def train_ten_batches(seed: int) -> dict[str, Any]:
+def join() -> Ranks:
+    """The ranks of a pool."""
+    world_size = dist.get_world_size()
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        local_world_size=world_size,
+        device=CPU,
+        host_group=dist.new_group(backend="gloo"),
+    )
+
+
+def train_ten_batches(seed: int, depth: int = 3) -> dict[str, Any]:
     """A rank's job: what the script does, on ten batches of 256 ratings."""
-    host_group = dist.new_group(backend="gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks = Ranks(rank=rank, world_size=world_size, local_world_size=world_size, device=CPU, host_group=host_group)
+    ranks = join()
     torch.manual_seed(seed)
-    ratings = first_ratings(2_560)
-    tables = main.build_tables(ratings, batch_size=256, world_size=world_size, seed=seed)
-    model, optimizer, plan = main.build_model(tables, ranks)
-    order = dataset.shuffled(torch.arange(len(ratings)), seed=seed, epoch=0)
-    rows = dataset.rank_batches(order, batch_size=256, rank=rank, world_size=world_size)
-    losses = main.train(model, optimizer, (ratings.batch(r) for r in rows), CPU)
-    stats = gather_stats(model.module.ebc.stats(), host_group)
-    auc = main.evaluate(model, (ratings.batch(r) for r in rows), ranks)
-    ids = {"user": ratings.users, "movie": ratings.movies, "genre": ratings.genres}
+    ratings = first_ratings(3_200)
+    data = MovieLens(ratings, seed=seed)
+    # A device tier as for depth 3 at any depth, so that nothing but the depth differs.
+    tables = build_tables(data.tables(), batch_size=256, world_size=ranks.world_size, depth=3, seed=seed)
+    model, optimizer, plan = main.build_model(data, tables, ranks)
+    pipeline = HybridTrainPipelineSparseDist(model, optimizer, CPU, pipe_n_batch=depth)
+    share = Share(batch_size=256, rank=ranks.rank, world_size=ranks.world_size)
+    history = main.train(pipeline, model, data.train_batches(share, 0), Recorder(model.module.ebc.stats))
+    stats = gather_stats(model.module.ebc.stats(), ranks.host_group)
+    result = main.evaluate(pipeline, model, data.test_batches(share), ranks)
+    ids = {"user": ratings.users[data.train_rows], "movie": ratings.movies[data.train_rows]}
     return {
-        "losses": [loss.item() for loss in losses],
-        "auc": auc,
+        "losses": [loss.item() for loss in history.losses],
+        "hit_rates": history.hit_rates,
+        "rows": history.num_rows,
+        "result": result,
         "kernels": {name: sharding.compute_kernel for name, sharding in plan.plan["ebc"].items()},
         "stats": {of_table[0].table: of_table for of_table in stats},
         "stats_after": {s.table: s for s in model.module.ebc.stats()},
         "live": {name: len(torch.unique(of_table)) for name, of_table in ids.items()},
         "hit_rate": hit_rate([s for of_table in stats for s in of_table]),
+        "depth": pipeline.stats().depth,
     }
 
 
@@ -71,7 +88,8 @@ def check_run(results: list[dict[str, Any]]) -> None:
     """What must hold for `train_ten_batches` at any world size."""
     for rank, result in enumerate(results):
         assert result["kernels"] == {"user": "fused_uvm_caching", "movie": "fused_uvm_caching", "genre": "fused"}
-        assert result["auc"] == results[0]["auc"]
+        assert result["result"] == results[0]["result"]
+        assert result["result"].num_rows == 640
         assert len(result["losses"]) == 10
         assert result["losses"][0] == pytest.approx(LN_2, abs=0.05)  # nothing learned yet
         assert min(result["losses"][5:]) < LN_2 - 0.01
@@ -85,6 +103,7 @@ def check_run(results: list[dict[str, Any]]) -> None:
     assert sum(s.resident for s in movie) < sum(s.rows for s in movie)  # the tier is smaller than the table
     assert sum(s.write_backs for s in movie) > 0
     assert 0.0 < results[0]["hit_rate"] < 1.0
+    assert sum(result["rows"] for result in results) == 2_560
 
 
 def test_ten_batches_on_one_rank(pool_1: RankPool) -> None:
@@ -101,20 +120,70 @@ def test_seed_decides_the_losses(pool_1: RankPool) -> None:
     assert first != other
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-@pytest.mark.parametrize("batch_size", [64, 512, 4_096])
-def test_device_tier_holds_a_batch(ratings: Ratings, batch_size: int, world_size: int) -> None:
-    tables = main.build_tables(ratings, batch_size=batch_size, world_size=world_size, seed=0)
-    device_rows = {table.name: table.device_rows for table in tables}
-    order = dataset.shuffled(torch.arange(len(ratings)), seed=1, epoch=0)
-    for name, ids in (("user", ratings.users), ("movie", ratings.movies)):
-        largest = max(len(torch.unique(ids[rows])) for rows in torch.split(order, batch_size))
-        rows = device_rows[name]
-        assert rows is not None
-        assert rows >= largest / world_size
-        if batch_size <= 512:
-            assert rows < len(torch.unique(ids)) / world_size  # so rows have to move
-    assert device_rows["genre"] is None
+def test_depth_changes_no_loss(pool_2: RankPool) -> None:
+    serial, pipelined = (pool_2.run(train_ten_batches, 5, depth) for depth in (1, 3))
+    for one, three in zip(serial, pipelined, strict=True):
+        assert (one["depth"], three["depth"]) == (1, 3)
+        assert one["losses"] == three["losses"]  # bit for bit
+        assert one["result"] == three["result"]
+
+
+def learn_power_law() -> dict[str, Any]:
+    """A rank's job: one epoch of a small power law, and what could have been reached."""
+    ranks = join()
+    torch.manual_seed(0)
+    data = PowerLaw(PowerLawSizes(rows=40_000, ids=500, features=2), seed=0)
+    tables = build_tables(data.tables(), batch_size=256, world_size=ranks.world_size, depth=3, seed=0)
+    model, optimizer, _ = main.build_model(data, tables, ranks)
+    pipeline = HybridTrainPipelineSparseDist(model, optimizer, CPU)
+    share = Share(batch_size=256, rank=ranks.rank, world_size=ranks.world_size)
+    before = main.evaluate(pipeline, model, data.test_batches(share), ranks)
+    main.train(pipeline, model, data.train_batches(share, 0), Recorder(model.module.ebc.stats))
+    after = main.evaluate(pipeline, model, data.test_batches(share), ranks)
+    return {"before": before.auc, "after": after.auc, "best": main.best_auc(data, data.test_batches(share), ranks)}
+
+
+def test_planted_structure_is_learned_up_to_the_best_auc(pool_2: RankPool) -> None:
+    results = pool_2.run(learn_power_law)
+    assert results[0] == results[1]
+    for result in results:
+        assert abs(result["before"] - 0.5) < 0.05
+        assert 0.5 + 0.8 * (result["best"] - 0.5) < result["after"] < result["best"]
+
+
+def learn_criteo(path: Path) -> dict[str, Any]:
+    """A rank's job: one epoch of a Criteo file."""
+    ranks = join()
+    torch.manual_seed(0)
+    data = Criteo(path, sample_lines=500)
+    tables = build_tables(data.tables(), batch_size=64, world_size=ranks.world_size, depth=3, seed=0)
+    model, optimizer, plan = main.build_model(data, tables, ranks)
+    pipeline = HybridTrainPipelineSparseDist(model, optimizer, CPU)
+    share = Share(batch_size=64, rank=ranks.rank, world_size=ranks.world_size)
+    # A pool's ranks cannot have worker processes.
+    batches = load(data, share, epochs=range(5), num_workers=0, pin_memory=False)
+    history = main.train(pipeline, model, batches, Recorder(model.module.ebc.stats))
+    result = main.evaluate(pipeline, model, data.test_batches(share), ranks)
+    kernels = {name: sharding.compute_kernel for name, sharding in plan.plan["ebc"].items()}
+    return {"auc": result.auc, "kernels": kernels, "batches": len(history.losses)}
+
+
+def test_criteo_is_learned_from_dense_features_and_ids(pool_2: RankPool, tmp_path: Path) -> None:
+    generator = random.Random(0)
+    lines = []
+    for number in range(4_000):
+        first, second = generator.randrange(100), generator.randrange(8)
+        clicked = (first > 50) != (second < 2)  # neither field tells it alone
+        if generator.random() < 0.1:
+            clicked = not clicked
+        categories = [f"{number:x}", f"{second:x}", *["" if number % 3 else "ab"] * 24]
+        lines.append("\t".join([str(int(clicked)), str(first), *[""] * 12, *categories]) + "\n")
+    path = tmp_path / "day_0"
+    path.write_text("".join(lines))
+    for result in pool_2.run(learn_criteo, path):
+        assert result["auc"] > 0.8
+        assert (result["kernels"]["c1"], result["kernels"]["c2"]) == ("fused_uvm_caching", "fused")
+        assert result["batches"] == 5 * 57  # 3,600 lines to train on; the last batch has 16
 
 
 @pytest.mark.parametrize(
@@ -128,16 +197,27 @@ def test_device_tier_holds_a_batch(ratings: Ratings, batch_size: int, world_size
     ],
 )
 def test_full_epochs_are_judged(auc: float, num_batches: int, status: int, words: str) -> None:
-    got, sentence = main.judge(auc, num_batches=num_batches, batches_per_epoch=157)
+    data = MovieLens(first_ratings(100), seed=0)
+    got, sentence = main.judge(auc, None, data=data, num_batches=num_batches, per_epoch=157)
     assert got == status
     assert words in sentence
 
 
-def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
+def test_other_data_is_compared_with_what_is_known_of_it() -> None:
+    data = PowerLaw(PowerLawSizes(), seed=0)
+    assert main.judge(0.65, 0.75, data=data, num_batches=1, per_epoch=391) == (
+        0,
+        "best possible AUC there: 0.7500; the model has come 60% of the way from guessing to it.",
+    )
+    assert main.judge(0.65, None, data=data, num_batches=1, per_epoch=None)[0] == 0
+
+
+def run_demo(*options: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """`run.sh` as a user starts it, with this interpreter and nothing preset."""
     environment = {k: v for k, v in os.environ.items() if k not in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")}
     return subprocess.run(
         [ROOT / "examples" / "little_demo" / "run.sh", *options],
+        cwd=folder,
         env=environment | {"HYBRIDREC_PYTHON": sys.executable},
         capture_output=True,
         text=True,
@@ -146,22 +226,45 @@ def run_demo(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_launcher_repeats_its_losses() -> None:
-    runs = [run_demo("--device", "cpu", "--batches", "10", "--seed", "3") for _ in range(2)]
+def losses_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stdout.splitlines() if "  loss " in line]
+
+
+def test_launcher_repeats_its_losses_at_another_depth(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()  # is not taken for this checkout's
+    (tmp_path / "examples" / "__init__.py").write_text("raise RuntimeError('the wrong examples')")
+    common = ("--device", "cpu", "--batches", "10", "--seed", "3", "--picture", "picture.png")
+    runs = [
+        run_demo(*common, "--depth", "1", folder=tmp_path),
+        run_demo(*common, "--tensorboard", "log", folder=tmp_path),
+    ]
     for done in runs:
         assert done.returncode == 0, done.stderr
         assert "ranks: 2 on cpu, seed: 3" in done.stdout
         assert "fused_uvm_caching" in done.stdout
         assert "AUC not judged: 10 batches are less than an epoch of 157." in done.stdout
-    losses = [[line for line in done.stdout.splitlines() if "  loss " in line] for done in runs]
-    assert len(losses[0]) == 1
-    assert losses[0] == losses[1]
+    assert len(losses_of(runs[0])) == 1
+    assert losses_of(runs[0]) == losses_of(runs[1])
+    assert "pipeline of rank 0, depth 1," in runs[0].stdout
+    assert "pipeline of rank 0, depth 3," in runs[1].stdout
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    assert len(list((tmp_path / "log").iterdir())) == 1
+
+
+def test_launcher_says_which_line_is_wrong_and_fails(tmp_path: Path) -> None:
+    good = "\t".join(["1", *["2"] * 13, *["3"] * 26]) + "\n"
+    (tmp_path / "day_0").write_text(good * 40 + "what\n" + good * 40)
+    done = run_demo("--device", "cpu", "--data", "criteo", "--path", "day_0", folder=tmp_path)
+    assert done.returncode == 1
+    assert "day_0, line 41: 1 fields. 40 with a tab between them are expected" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_launcher_explains_itself_without_starting_ranks() -> None:
     done = run_demo("--ranks", "2", "--help")
     assert done.returncode == 0, done.stderr
-    for option in ("--device", "--ranks", "--epochs", "--batches", "--batch-size", "--seed"):
+    options = "--device --ranks --epochs --batches --batch-size --seed --depth --data --path --picture --tensorboard"
+    for option in options.split():
         assert option in done.stdout
 
 
@@ -172,7 +275,7 @@ def test_launcher_refuses_a_number_of_ranks_that_is_none() -> None:
 
 
 @pytest.mark.slow
-def test_one_epoch_reaches_the_goal() -> None:
-    done = run_demo("--device", "cpu")
+def test_one_epoch_reaches_the_goal(tmp_path: Path) -> None:
+    done = run_demo("--device", "cpu", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK: held-out AUC 0.7" in done.stdout

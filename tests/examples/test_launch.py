@@ -1,4 +1,4 @@
-"""Command line, device and warnings of the Little Demo."""
+"""Device, ranks and warnings of the Little Demo."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from examples.little_demo import launch
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", ""])
-@pytest.mark.parametrize("option", ["--epochs", "--batches", "--batch-size", "--ranks"])
-def test_counts_below_one_are_refused(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as refused:
-        launch.parse_args([f"{option}={text}"])
-    assert refused.value.code == 2
-    assert f"argument {option}: {text!r} is not a whole number from 1 on" in capsys.readouterr().err
+from examples.little_demo.options import parse_args
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--device", "cpu", "--batch-size", "1"], "less than one rating for each of 2 ranks"),
+        (["--device", "cpu", "--batch-size", "1"], "less than one row for each of 2 ranks"),
         (["--device", "cuda", "--ranks", "3"], "local rank 2 needs cuda device 2"),
     ],
 )
@@ -36,7 +28,7 @@ def test_options_that_do_not_fit_the_machine_start_nothing(
     monkeypatch.setattr(launch, "torchrun", started.append)
     monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(device_count=lambda: 2))
     with pytest.raises(SystemExit, match=message):
-        launch.start_ranks(launch.parse_args(options), options)
+        launch.start_ranks(parse_args(options), options)
     assert started == []
 
 
@@ -44,7 +36,7 @@ def test_options_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(launch, "torchrun", started.append)
     options = ["--device", "cpu", "--ranks", "3", "--seed", "7"]
-    assert launch.start_ranks(launch.parse_args(options), options) == 0
+    assert launch.start_ranks(parse_args(options), options) == 0
     assert started == [["--standalone", "--nproc-per-node=3", "-m", "examples.little_demo", *options]]
 
 
@@ -55,14 +47,14 @@ def test_status_is_that_of_the_rank_that_failed(exitcode: int, status: int, monk
         raise ChildFailedError("demo", {1: failure})
 
     monkeypatch.setattr(launch, "torchrun", fail)
-    assert launch.start_ranks(launch.parse_args(["--device", "cpu"]), []) == status
+    assert launch.start_ranks(parse_args(["--device", "cpu"]), []) == status
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--ranks", "3"], "torchrun started 2 processes"),
-        (["--batch-size", "1"], "less than one rating for each of 2 ranks"),
+        (["--batch-size", "1"], "less than one row for each of 2 ranks"),
     ],
 )
 def test_options_that_do_not_fit_the_ranks_are_refused(
@@ -71,7 +63,7 @@ def test_options_that_do_not_fit_the_ranks_are_refused(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=message):
-        launch.join_ranks(launch.parse_args(options))
+        launch.join_ranks(parse_args(options))
 
 
 @pytest.mark.parametrize(

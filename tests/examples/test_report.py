@@ -9,7 +9,7 @@ from typing import Any
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from examples.little_demo import report
-from hybridrec import TableStats
+from hybridrec import PipelineStats, TableStats
 
 
 def stats(table: str, rank: int, **counters: int) -> TableStats:
@@ -46,4 +46,28 @@ def test_plan_is_one_line_a_table() -> None:
         "collection  table   sharding    kernel              ranks   device rows per rank",
         "ebc         user    row_wise    fused_uvm_caching   0,1     1,134",
         "ebc         genre   row_wise    fused               0,1     all",
+    ]
+
+
+def test_stages_are_told_a_batch() -> None:
+    pipeline = PipelineStats(
+        depth=3,
+        batches_taken=14,
+        batches_committed=10,
+        batches_dropped=0,
+        batches_in_flight=0,
+        stage_seconds={"load": 0.01, "map": 1.25, "forward": 0.1},
+        stall_seconds={"map": 0.005, "queue": 0.02},
+        load_bytes=20_480,
+        write_back_bytes=5_120,
+        copied_bytes=0,
+    )
+    assert report.stage_lines(pipeline) == [
+        "pipeline of rank 0, depth 3, milliseconds a batch (10 batches)",
+        "stage        works  is waited for",
+        "load          1.00           0.00",
+        "map         125.00           0.50",
+        "forward      10.00           0.00",
+        "queue                        2.00",
+        "rows moved a batch: 2.0 KiB to the device, 0.5 KiB to the host",
     ]

@@ -1,17 +1,20 @@
-"""MovieLens as a click log: raw 64-bit ids in, batches of one rank out."""
+"""MovieLens as a click log: raw 64-bit ids of users, movies and genres; the label says whether the movie was liked."""
 
 from __future__ import annotations
 
 import csv
 import gzip
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
+
+from examples.little_demo.batch import Batch, DataSet, Share, TableFacts
 
 DATA_FILE = Path(__file__).parent / "data" / "movielens_latest_small_2016.csv.gz"
 FEATURES = ("user", "movie", "genre")
@@ -25,28 +28,6 @@ def raw_id(text: str) -> int:
     Nothing numbers the users or movies 0, 1, 2 ..: hashed tables need no vocabulary.
     """
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-@dataclass
-class Batch(Pipelineable):  # type: ignore[misc]
-    """Some ratings of one rank."""
-
-    ids: KeyedJaggedTensor
-    """Raw int64 ids of `FEATURES`, in host memory: that is where hybridrec finds out which rows they need."""
-    labels: Tensor
-    """float32 [B], on the device: 1 = liked."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """The dense part moves to the device, the ids stay."""
-        return Batch(self.ids, self.labels.to(device, non_blocking=non_blocking))
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator that ``stream`` uses the dense part."""
-        self.labels.record_stream(stream)
-
-    def pin_memory(self) -> Batch:
-        """The dense part in page-locked memory, from which copies do not block."""
-        return Batch(self.ids, self.labels.pin_memory())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +65,52 @@ class Ratings:
             values=torch.cat([self.users[rows], self.movies[rows], self.genres[positions]]),
             lengths=torch.cat([one, one, lengths]),
         )
-        return Batch(ids, self.labels[rows])
+        return Batch(torch.empty(len(rows), 0), ids, self.labels[rows])
+
+
+class MovieLens(DataSet):
+    """80 % of the ratings to train on, in another order every epoch, and 20 % held out, drawn at random."""
+
+    name = "movielens"
+    unit = "ratings"
+    features = FEATURES
+
+    def __init__(self, ratings: Ratings, *, seed: int) -> None:
+        """Draw the rows that are held out, and decide the order of each epoch.
+
+        Args:
+            ratings: From `load_ratings`.
+            seed: Of both.
+        """
+        self.ratings = ratings
+        self._seed = seed
+        self.train_rows, self.test_rows = split_rows(len(ratings), seed)
+
+    def tables(self) -> list[TableFacts]:
+        ids = {"user": self.ratings.users, "movie": self.ratings.movies, "genre": self.ratings.genres}
+        return [
+            TableFacts(
+                feature=feature,
+                ids=ids[feature],
+                planned_rows=len(torch.unique(ids[feature])),
+                pooling=PoolingType.MEAN if feature == "genre" else PoolingType.SUM,
+                is_cached=feature != "genre",
+            )
+            for feature in FEATURES
+        ]
+
+    def describe(self) -> str:
+        return f"MovieLens, {len(self.train_rows):,} ratings to learn, {len(self.test_rows):,} held out"
+
+    def num_batches(self, batch_size: int) -> int | None:
+        return len(rank_batches(self.train_rows, Share(batch_size=batch_size)))
+
+    def train_batches(self, share: Share, epoch: int) -> Iterator[Batch]:
+        rows = shuffled(self.train_rows, self._seed, epoch)
+        return (self.ratings.batch(r) for r in rank_batches(rows, share)[share.first :: share.step])
+
+    def test_batches(self, share: Share) -> Iterator[Batch]:
+        return (self.ratings.batch(r) for r in rank_batches(self.test_rows, share)[share.first :: share.step])
 
 
 def load_ratings(path: Path = DATA_FILE) -> Ratings:
@@ -128,33 +154,19 @@ def shuffled(rows: Tensor, seed: int, epoch: int) -> Tensor:
     return rows[torch.randperm(len(rows), generator=generator)]
 
 
-def expected_distinct(ids: Tensor, batch_size: int) -> float:
-    """How many different ids a batch of random rows has on average.
-
-    An id that makes up the share s of the rows is missing from a batch of B rows with probability (1 - s)^B.
-
-    Args:
-        ids: int64 [N], one id a row.
-        batch_size: B.
-    """
-    _, counts = torch.unique(ids, return_counts=True)
-    return float((1 - (1 - counts.double() / len(ids)) ** batch_size).sum())
-
-
-def rank_batches(rows: Tensor, *, batch_size: int, rank: int, world_size: int) -> list[Tensor]:
-    """The batches that one rank reads: every ``world_size``-th row, cut into parts of equal size, plus or minus one.
+def rank_batches(rows: Tensor, share: Share) -> list[Tensor]:
+    """All batches of one rank: every ``world_size``-th row, cut into parts of equal size, plus or minus one.
 
     No row is left out, none is read twice, and every rank gets the same number of batches: a rank that stopped
     earlier would leave the others waiting for it in their next collective.
 
     Args:
         rows: int64 [N], in reading order; N >= world_size.
-        batch_size: Most rows of a batch, over all ranks.
-        rank: This rank.
-        world_size: Number of ranks.
+        share: The rank's; whose turn it is among workers plays no part.
 
     Returns:
-        int64 [<= ceil(batch_size / world_size)] rows a batch; empty batches do not occur.
+        int64 [<= ceil(batch_size / world_size)] rows a batch; empty batches do not occur. With fewer rows a rank than
+        batches these are fewer, and larger.
     """
-    num_batches = max(1, -(-len(rows) // batch_size))
-    return list(rows[rank::world_size].tensor_split(num_batches))
+    num_batches = max(1, min(-(-len(rows) // share.batch_size), len(rows) // share.world_size))
+    return list(rows[share.rank :: share.world_size].tensor_split(num_batches))

@@ -1,4 +1,4 @@
-"""The data side of the Little Demo: ids, split, and what each rank reads."""
+"""MovieLens in the Little Demo: ids, split, and what each rank reads."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.little_demo import dataset
-from examples.little_demo.dataset import Ratings
+from examples.little_demo import movielens
+from examples.little_demo.batch import Share, expected_distinct
+from examples.little_demo.movielens import Ratings
 
 NUM_RATINGS, NUM_USERS, NUM_MOVIES, NUM_GENRES = 100_004, 671, 9_066, 19
 
 
 @pytest.fixture(scope="module")
 def ratings() -> Ratings:
-    return dataset.load_ratings()
+    return movielens.load_ratings()
 
 
 def test_shipped_file_is_the_one_its_readme_describes() -> None:
-    readme = (dataset.DATA_FILE.parent / "README.md").read_text(encoding="utf-8")
-    assert hashlib.sha256(dataset.DATA_FILE.read_bytes()).hexdigest() in readme
+    readme = (movielens.DATA_FILE.parent / "README.md").read_text(encoding="utf-8")
+    assert hashlib.sha256(movielens.DATA_FILE.read_bytes()).hexdigest() in readme
     assert "10.1145/2827872" in readme
     assert "No commercial" in readme
 
@@ -37,7 +38,7 @@ def test_shipped_file_is_the_one_its_readme_describes() -> None:
     ],
 )
 def test_ids_of_strings_never_change(text: str, expected: int) -> None:
-    assert dataset.raw_id(text) == expected
+    assert movielens.raw_id(text) == expected
 
 
 def test_ids_use_the_whole_int64_range(ratings: Ratings) -> None:
@@ -79,28 +80,29 @@ def test_batch_holds_the_bags_of_its_rows_in_order() -> None:
 
 
 def test_split_is_disjoint_complete_and_seeded() -> None:
-    train, held_out = dataset.split_rows(1_001, seed=3)
+    train, held_out = movielens.split_rows(1_001, seed=3)
     assert (len(train), len(held_out)) == (800, 201)
     assert torch.equal(torch.cat([train, held_out]).sort().values, torch.arange(1_001))
-    again, other = dataset.split_rows(1_001, seed=3)[0], dataset.split_rows(1_001, seed=4)[0]
+    again, other = movielens.split_rows(1_001, seed=3)[0], movielens.split_rows(1_001, seed=4)[0]
     assert torch.equal(train, again)
     assert not torch.equal(train, other)
 
 
 def test_epochs_are_different_orders_of_the_same_rows() -> None:
     rows = torch.arange(100) * 7
-    first, second = dataset.shuffled(rows, seed=0, epoch=0), dataset.shuffled(rows, seed=0, epoch=1)
+    first, second = movielens.shuffled(rows, seed=0, epoch=0), movielens.shuffled(rows, seed=0, epoch=1)
     assert not torch.equal(first, second)
     assert torch.equal(first.sort().values, rows)
-    assert torch.equal(first, dataset.shuffled(rows, seed=0, epoch=0))
-    assert not torch.equal(first, dataset.shuffled(rows, seed=1, epoch=0))
+    assert torch.equal(first, movielens.shuffled(rows, seed=0, epoch=0))
+    assert not torch.equal(first, movielens.shuffled(rows, seed=1, epoch=0))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_rows", [7, 64, 65, 1_000, 1_001, 80_003])
 def test_ranks_share_the_rows_and_agree_on_the_number_of_batches(num_rows: int, world_size: int) -> None:
-    rows = dataset.shuffled(torch.arange(num_rows), seed=0, epoch=0)
-    parts = [dataset.rank_batches(rows, batch_size=64, rank=rank, world_size=world_size) for rank in range(world_size)]
+    rows = movielens.shuffled(torch.arange(num_rows), seed=0, epoch=0)
+    shares = [Share(batch_size=64, rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [movielens.rank_batches(rows, share) for share in shares]
     assert torch.equal(torch.cat([batch for part in parts for batch in part]).sort().values, torch.arange(num_rows))
     assert {len(part) for part in parts} == {math.ceil(num_rows / 64)}
     sizes = [len(batch) for part in parts for batch in part]
@@ -113,14 +115,20 @@ def test_ranks_read_the_same_global_order_interleaved() -> None:
     rows = torch.tensor([5, 3, 9, 1, 7, 2])
 
     def of_rank(rank: int) -> list[Tensor]:
-        return dataset.rank_batches(rows, batch_size=4, rank=rank, world_size=2)
+        return movielens.rank_batches(rows, Share(batch_size=4, rank=rank, world_size=2))
 
     assert [batch.tolist() for batch in of_rank(0)] == [[5, 9], [7]]
     assert [batch.tolist() for batch in of_rank(1)] == [[3, 1], [2]]
 
 
+def test_no_rank_gets_an_empty_batch_of_few_rows() -> None:
+    rows = torch.arange(3)
+    parts = [movielens.rank_batches(rows, Share(batch_size=2, rank=rank, world_size=2)) for rank in range(2)]
+    assert [[batch.tolist() for batch in part] for part in parts] == [[[0, 2]], [[1]]]
+
+
 def test_expected_distinct_matches_real_batches(ratings: Ratings) -> None:
-    order = dataset.shuffled(torch.arange(len(ratings)), seed=0, epoch=0)
+    order = movielens.shuffled(torch.arange(len(ratings)), seed=0, epoch=0)
     counts = [len(torch.unique(ratings.users[batch])) for batch in torch.split(order, 512)[:-1]]
-    assert dataset.expected_distinct(ratings.users, 512) == pytest.approx(sum(counts) / len(counts), rel=0.01)
-    assert dataset.expected_distinct(torch.tensor([8, 8, 8]), 5) == 1.0
+    assert expected_distinct(ratings.users, 512) == pytest.approx(sum(counts) / len(counts), rel=0.01)
+    assert expected_distinct(torch.tensor([8, 8, 8]), 5) == 1.0
