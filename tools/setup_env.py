@@ -34,7 +34,7 @@ NATIVE = ROOT / "hybridrec" / "native"
 PACKAGES = ("hybridrec", "device_backends")
 STAND_IN = ROOT / "device_backends" / "fbgemm_cpu"
 MIN_PYTHON = (3, 11)
-EXTRAS = "test,dev"
+EXTRAS = "demo,test,dev"
 
 
 def main() -> int:
@@ -115,7 +115,7 @@ def make_environment(stack: str) -> None:
 
     build_tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     pip("install", *build_tools)
-    say("installing torch, torchrec, fbgemm and the test tools, building hybridrec")
+    say("installing torch, torchrec, fbgemm, the tools of demo and tests, building hybridrec")
     install_hybridrec(dependencies=True, extras=f"{stack},{EXTRAS}", beside=[] if stack == "cuda" else [str(STAND_IN)])
 
 

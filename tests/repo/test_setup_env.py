@@ -56,7 +56,7 @@ def test_first_run_installs_the_build_tools_then_everything(checkout: Checkout) 
     assert tools == ("install", "builder==1")
     assert everything[:2] == ("install", "--no-build-isolation") and "--no-deps" not in everything
     assert str(checkout.root / "stand_in") in everything
-    assert everything[-2:] == ("-e", f"{checkout.root}[cpu,test,dev]")
+    assert everything[-2:] == ("-e", f"{checkout.root}[cpu,demo,test,dev]")
 
 
 def test_second_run_does_nothing(checkout: Checkout) -> None:
@@ -89,7 +89,7 @@ def test_changed_pins_and_another_stack_install_anew(checkout: Checkout) -> None
     assert len(checkout.refresh()) == 2
     _, everything = checkout.refresh("cuda")
     assert str(checkout.root / "stand_in") not in everything  # there the real fbgemm-gpu is wanted
-    assert everything[-1].endswith("[cuda,test,dev]")
+    assert everything[-1].endswith("[cuda,demo,test,dev]")
 
 
 def test_a_compiler_that_appears_rebuilds(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
