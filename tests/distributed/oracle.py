@@ -7,7 +7,7 @@ pickled arrays and are added in rank order by hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridrec.kernels.base import KernelSpec, KernelTable
+from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
 from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
 
@@ -88,7 +88,9 @@ class Oracle:
         is_weighted: bool,
         rank: int,
         world_size: int,
+        make: Callable[[KernelSpec], LookupKernel] = make_kernel,
     ) -> None:
+        """``make``: the kernel class, on the host, that the tables under test have on their device."""
         self.tables, self.rank, self.world_size, self.is_weighted = list(tables), rank, world_size, is_weighted
         self.dense = dense
         self.rows = {
@@ -98,7 +100,7 @@ class Oracle:
         self.kernels = []
         device = torch.device("cpu")
         for table in self.tables:
-            kernel = make_kernel(
+            kernel = make(
                 KernelSpec(
                     tables=(KernelTable(name=table.name, dim=table.dim, num_slots=max(1, len(self.rows[table.name]))),),
                     feature_table=(0,) * len(table.features),

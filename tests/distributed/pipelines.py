@@ -22,10 +22,8 @@ from hybridrec import HybridTrainPipelineSparseDist
 from hybridrec.cache.swap import HostMemorySwapper, StagedSwapper
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
-from hybridrec.kernels.optimizer import OptimizerSpec
 from tests.distributed.oracle import Batch, Oracle
 from tests.distributed.scenario import (
-    OPTIMIZERS,
     Model,
     Scenario,
     build,
@@ -33,10 +31,10 @@ from tests.distributed.scenario import (
     device_rows,
     make_batch,
     make_dense,
+    make_oracle,
     raise_together,
     state_of,
     to_kjt,
-    universe,
 )
 
 
@@ -100,27 +98,17 @@ def build_pipelined(
     """The user's script, up to the pipeline."""
     slots = {t.name: device_rows(scenario, t, batches, dist.get_world_size()) for t in scenario.tables}
     dmp, optimizer = build(scenario, slots, PipelinedModel)
-    device = torch.device("cpu")
+    device = torch.device(scenario.device)
     return dmp, HybridTrainPipelineSparseDist(dmp, optimizer, device, pipe_n_batch=depth, **kwargs)
 
 
 def build_oracle(scenario: Scenario) -> tuple[Oracle, torch.optim.Optimizer]:
     """The oracle with a dense part of its own, and that part's optimizer."""
-    optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
     width = sum(t.dim * len(t.features) for t in scenario.tables)
     dense = DistributedDataParallel(
         make_dense(width), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
     )
-    oracle = Oracle(
-        scenario.tables,
-        {t.name: universe(scenario, t) for t in scenario.tables},
-        OptimizerSpec.from_class(optimizer_class, dict(kwargs), table="oracle"),
-        dense,
-        is_weighted=scenario.is_weighted,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    return oracle, torch.optim.Adagrad(dense.parameters(), lr=0.1)
+    return make_oracle(scenario, dense), torch.optim.Adagrad(dense.parameters(), lr=0.1)
 
 
 @contextlib.contextmanager

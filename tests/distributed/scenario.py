@@ -23,7 +23,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, Uniform, get_default_hybrid_sharders
+from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.torch_kernel import TorchKernel
 from hybridrec.native import unmix64
 from tests.distributed.oracle import Batch, Oracle, Table, owner, scenario_loss
 
@@ -55,6 +57,8 @@ class Scenario:
     ids_per_table: int = 1000
     tables: tuple[Table, ...] = TABLES
     seed: int = 1
+    device: str = "cpu"
+    """Of the model. On others than the host every table has a `TorchKernel`, and the oracle too then."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,21 +152,23 @@ def build(
         for t in scenario.tables
     ]
     width = sum(t.dim * len(t.features) for t in scenario.tables)
-    model = model_class(HashEmbeddingBagCollection(configs, is_weighted=scenario.is_weighted), width)
+    device = torch.device(scenario.device)
+    model = model_class(HashEmbeddingBagCollection(configs, is_weighted=scenario.is_weighted, device=device), width)
+    model.dense.to(device)
     optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
     apply_optimizer_in_backward(optimizer_class, model.ebc.parameters(), dict(kwargs))
     sharders = get_default_hybrid_sharders(
         ShardingEnv(world_size=world_size, rank=rank, pg=dist.new_group(backend="gloo"))
     )
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu"),
+        topology=Topology(world_size=world_size, local_world_size=world_size, compute_device=scenario.device),
         constraints={
             t.name: ParameterConstraints(sharding_types=["row_wise"], compute_kernels=[scenario.kernel])
             for t in scenario.tables
         },
     )
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
-    dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    dmp = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adagrad(p, lr=0.1)
     )
@@ -176,12 +182,13 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
     """
     ebc = dmp.module.ebc
     lookup = ebc._lookups[0]
+    torch.get_device_module(dmp.device).synchronize()  # rows may still be on their way in
     group = lookup.log.group
     by_name = {}
     for t, name in enumerate(lookup.table_names):
         arrays = lookup._slot_arrays(t)
         columns = [arrays.weights, *arrays.row_states, *(a.unsqueeze(1) for a in arrays.row_wise_states)]
-        in_slots = torch.cat(columns, 1).numpy()
+        in_slots = torch.cat(columns, 1).cpu().numpy()
         keys, rows, _, slots, _ = group.entries(t)
         ids = unmix64(torch.from_numpy(np.ascontiguousarray(keys))).tolist()
         slots = np.asarray(slots)
@@ -190,6 +197,21 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
         records[slots < 0] = group.read_records(t, np.asarray(rows)[slots < 0])
         by_name[name] = dict(zip(ids, records, strict=True))
     return [by_name[c.name] for c in ebc.embedding_bag_configs()]
+
+
+def make_oracle(scenario: Scenario, dense: nn.Module) -> Oracle:
+    """This rank's oracle, with a dense part of its own."""
+    optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
+    return Oracle(
+        scenario.tables,
+        {t.name: universe(scenario, t) for t in scenario.tables},
+        OptimizerSpec.from_class(optimizer_class, dict(kwargs), table="oracle"),
+        dense,
+        is_weighted=scenario.is_weighted,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        make=make_kernel if scenario.device == "cpu" else TorchKernel,
+    )
 
 
 def run_against_oracle(scenario: Scenario) -> dict[str, object]:
@@ -202,26 +224,17 @@ def run_against_oracle(scenario: Scenario) -> dict[str, object]:
     batches = [[make_batch(scenario, s, r, world_size) for r in range(world_size)] for s in range(scenario.steps)]
     slots = {t.name: device_rows(scenario, t, batches, world_size) for t in scenario.tables}
     dmp, optimizer = build(scenario, slots)
-    optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
     width = sum(t.dim * len(t.features) for t in scenario.tables)
     dense = DistributedDataParallel(
         make_dense(width), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
     )
     dense_optimizer = torch.optim.Adagrad(dense.parameters(), lr=0.1)
-    oracle = Oracle(
-        scenario.tables,
-        {t.name: universe(scenario, t) for t in scenario.tables},
-        OptimizerSpec.from_class(optimizer_class, dict(kwargs), table="oracle"),
-        dense,
-        is_weighted=scenario.is_weighted,
-        rank=rank,
-        world_size=world_size,
-    )
+    oracle = make_oracle(scenario, dense)
     losses, steps_without_victims, victims = [], [], 0
     for step, everyone in enumerate(batches):
         mine = everyone[rank]
         optimizer.zero_grad()
-        loss = dmp(to_kjt(scenario, mine), mine.labels)
+        loss = dmp(to_kjt(scenario, mine), mine.labels.to(scenario.device))
         loss.backward()
         optimizer.step()
         expected = oracle.step(everyone, dense_optimizer)

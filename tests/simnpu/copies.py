@@ -13,9 +13,7 @@ Memory that is not pinned is copied at once, as a driver does through a buffer o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,12 +160,13 @@ def _interval(tensor: Tensor) -> tuple[int, int]:
 # ---- pinned memory ---------------------------------------------------------------------------------------------------
 
 
-def is_pinned(tensor: Tensor) -> bool:
-    """Whether a host tensor lies in pinned memory."""
+def is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
+    """``aten::is_pinned``: whether a host tensor lies in pinned memory."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _pinned
 
 
-def _pin(tensor: Tensor) -> Tensor:
+def pin(tensor: Tensor) -> Tensor:
+    """Declare the memory of a host tensor pinned, as long as it lives."""
     storage = tensor.untyped_storage()
     if storage.nbytes():
         _pinned[storage.data_ptr()] = storage.nbytes()
@@ -175,17 +174,6 @@ def _pin(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def patch_pinned_memory() -> None:
-    """``pin_memory``, ``is_pinned`` and ``torch.empty(pin_memory=True)``: PyTorch asks a C++ allocator for them."""
-    real_empty: Callable[..., Tensor] = torch.empty
-
-    def pin_memory(self: Tensor, device: Any = None) -> Tensor:
-        return self if is_pinned(self) else _pin(self.clone())
-
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        made = real_empty(*args, **kwargs)
-        return _pin(made) if pin_memory else made
-
-    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
-    torch.Tensor.is_pinned = lambda self, device=None: is_pinned(self)  # type: ignore[method-assign]
-    torch.empty = empty
+def pin_copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """``aten::_pin_memory``: a copy in pinned memory."""
+    return pin(tensor.clone())

@@ -12,7 +12,6 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from tests.simnpu.collectives import register_hccl
-from tests.simnpu.copies import patch_pinned_memory
 from tests.simnpu.kernels import register_kernels
 from tests.simnpu.memory import DEVICE_TYPE, allocate_bytes, set_memory_bytes
 from tests.simnpu.ordering import carry_stream_into_backward, timeline
@@ -39,7 +38,6 @@ def install(*, memory_bytes: int | None = None) -> None:
         module = make_module()
         _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=module)
         _libraries.extend(register_kernels())
-        patch_pinned_memory()
         _patch_storage()
         _patch_accelerator(module)
         carry_stream_into_backward()

@@ -6,6 +6,7 @@ CPU kernel on the device tensor itself, since that looks at sizes and strides al
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,12 @@ from tests.simnpu.ordering import current_stream, timeline
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
+_CPU_SPARSE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+_KEYS_OF_TYPE = {
+    "cpu": _CPU_KEYS,
+    "meta": torch._C.DispatchKeySet(torch._C.DispatchKey.Meta),
+    DEVICE_TYPE: torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1),
+}
 _VIEWS = (
     aten.as_strided.default,
     aten.view.default,
@@ -139,6 +146,27 @@ def _empty(
         return allocate(shape.size(), shape.stride(), dtype, "empty")
 
 
+def _before_device_is_chosen(factory: Any) -> Callable[..., Tensor]:
+    """A kernel of a factory operator that sees all requests for pinned memory, those of C++ too.
+
+    `DistributedDataParallel` makes such requests.
+    """
+
+    def make(
+        *args: Any,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        is_sparse = layout not in (None, torch.strided)
+        keys = _CPU_SPARSE_KEYS if is_sparse else _KEYS_OF_TYPE[device.type if device is not None else "cpu"]
+        made: Tensor = factory.redispatch(keys, *args, layout=layout, device=device, **kwargs)
+        return copies.pin(made) if pin_memory else made
+
+    return make
+
+
 def _empty_strided(
     size: Sequence[int],
     stride: Sequence[int],
@@ -198,4 +226,13 @@ def register_kernels() -> list[torch.library.Library]:
         own[name if overload == "default" else f"{name}.{overload}"] = _on_metadata(view)
     for name, kernel in own.items():
         library.impl(name, kernel, "PrivateUse1")
+    library.impl("is_pinned", copies.is_pinned, "CPU")
+    library.impl("_pin_memory", copies.pin_copy, "CPU")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for factory, name in (
+            (aten.empty.memory_format, "empty.memory_format"),
+            (aten.empty_strided.default, "empty_strided"),
+        ):
+            library.impl(name, _before_device_is_chosen(factory), "BackendSelect")
     return [every, library]
