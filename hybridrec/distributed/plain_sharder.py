@@ -58,7 +58,7 @@ class HybridEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # typ
             fused_params=dict(fused_params) if fused_params else None,
             qcomm_codecs_registry=dict(qcomm_codecs_registry) if qcomm_codecs_registry else None,
         )
-        self._host_group = check_host_env(host_env)
+        check_host_env(host_env)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """TorchRec's, and row-wise."""
@@ -75,7 +75,6 @@ class HybridEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # typ
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBagCollection:
         return _ShardedPlainCollection(
-            self._host_group,
             module,
             _placed_on(params, env, device),
             env,
@@ -115,35 +114,22 @@ def _placed_on(
 class _ShardedPlainCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """TorchRec's sharded collection, with our row-wise sharding."""
 
-    def __init__(self, host_group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
-        self._host_group = host_group  # the base's constructor calls create_embedding_bag_sharding
-        super().__init__(*args, **kwargs)
-
-    def create_embedding_bag_sharding(  # an instance method here: TorchRec's class method cannot see the host group
-        self, sharding_infos: list[Any], env: ShardingEnv, device: torch.device | None = None, *args: Any, **kwargs: Any
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls, sharding_infos: list[Any], env: ShardingEnv, device: torch.device | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         if sharding_infos[0].param_sharding.sharding_type != ShardingType.ROW_WISE.value:
             return super().create_embedding_bag_sharding(sharding_infos, env, device, *args, **kwargs)
-        return _RowWise(
-            self._host_group, sharding_infos, env, device, qcomm_codecs_registry=kwargs.get("qcomm_codecs_registry")
-        )
+        return _RowWise(sharding_infos, env, device, qcomm_codecs_registry=kwargs.get("qcomm_codecs_registry"))
 
 
 class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
-    """Row-wise, ids over the host group where they are in host memory, pools summed in rank order."""
+    """Row-wise, pools summed in rank order.
 
-    _pg: dist.ProcessGroup  # TorchRec's: over which ids and pools travel
+    Ids and pools travel over the model's group: the host group belongs to the thread that works ahead of training.
+    """
 
-    def __init__(self, host_group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
-        self._host_group = host_group
-        super().__init__(*args, **kwargs)
-
-    def create_input_dist(self, device: torch.device | None = None) -> Any:
-        pools_group, self._pg = self._pg, self._host_group if (device or self._device) == HOST else self._pg
-        try:
-            return super().create_input_dist(device)
-        finally:
-            self._pg = pools_group
+    _pg: dist.ProcessGroup  # TorchRec's
 
     def create_output_dist(self, device: torch.device | None = None) -> Any:
         theirs = super().create_output_dist(device)
