@@ -119,7 +119,7 @@ class System:
         self.group.scatter_victims(ordinal, self._victims(ordinal, plan) if victims is None else victims)
 
     def gather(self, ordinal: int, plan: Plan, *, victims_are_left: bool) -> None:
-        if not victims_are_left:
+        if plan.num_write_backs and not victims_are_left:
             self.leaving[ordinal] = self._victims(ordinal, plan)
         loads, _ = self.staged(ordinal, plan)
         widths = [sum(c.shape[1] for c in slots.columns()) for slots in self.slots]
