@@ -49,7 +49,9 @@ def check_files(distribution: str, package: str) -> FileCheck:
         elif _digest(path, file.hash.mode) != file.hash.value.rstrip("="):
             changed.append(str(file))
     imported = getattr(sys.modules.get(package), "__file__", None)
-    is_elsewhere = imported is not None and roots and Path(imported).resolve().parent not in {r.resolve() for r in roots}
+    is_elsewhere = (
+        imported is not None and roots and Path(imported).resolve().parent not in {r.resolve() for r in roots}
+    )
     return FileCheck(
         distribution=distribution,
         version=found.version,

@@ -146,7 +146,9 @@ def open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(soft)}, can be raised to {_limit(hard)}"
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_WARN:
-        remedy = f"Every tensor that a DataLoader worker hands over is an open file: ulimit -n {OPEN_FILES_WARN} or more"
+        remedy = (
+            f"Every tensor that a DataLoader worker hands over is an open file: ulimit -n {OPEN_FILES_WARN} or more"
+        )
         return _finding("open files", value, Status.WARN, remedy)
     return _finding("open files", value)
 

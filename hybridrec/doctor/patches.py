@@ -41,7 +41,7 @@ def find_patches(package: str) -> list[Patch]:
 
     A change within a function that some decorator hides without ``__wrapped__`` is not seen.
     """
-    found = []
+    found: list[Patch] = []
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if (name == package or name.startswith(package + ".")) and isinstance(file, str) and file.endswith(".py"):
@@ -99,9 +99,9 @@ class _Module:
                 yield self._patch(node.name, "deleted" if value is _MISSING else repr(value)[:80])
             return
         if value.__module__ != self._name:
-            if not node.decorator_list:
-                where = sys.modules.get(value.__module__)
-                file = _resolved(getattr(where, "__file__", None) or "")
+            where = sys.modules.get(value.__module__)
+            file = _resolved(getattr(where, "__file__", None) or "")
+            if not node.decorator_list or not self._is_trusted(file):
                 yield self._patch(node.name, f"{value.__module__}.{value.__qualname__}", file)
             return
         defined: dict[str, list[Function]] = {}
@@ -244,6 +244,6 @@ def _root(package: str) -> str:
     return str(path.parent) if path.name.startswith("__init__.") else str(path)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _resolved(file: str) -> str:
     return str(Path(file).resolve()) if file and not file.startswith("<") else file

@@ -29,9 +29,13 @@ def version_of(name: str) -> str | None:
 
 
 def stacks() -> Stacks:
-    """hybridrec's extras that pin a torch, from its own metadata."""
+    """The extras of hybridrec that pin a torch, from its own metadata."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
-    for text in importlib.metadata.requires("hybridrec") or []:
+    try:
+        requirements = importlib.metadata.requires("hybridrec") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return {}
+    for text in requirements:
         match = _REQUIREMENT.match(text)
         if match is not None:
             found.setdefault(match[4], {})[match[1]] = (match[2] or "", match[3])
@@ -40,6 +44,8 @@ def stacks() -> Stacks:
 
 def install_hint(rows: Stacks) -> str:
     """How to install a whole stack."""
+    if not rows:
+        return "Install hybridrec with one of its stacks: its README says how."
     return f"In a fresh environment: pip install 'hybridrec[STACK]' with STACK one of {', '.join(rows)}."
 
 
@@ -91,7 +97,7 @@ def _stack(device: str | None, installed: Callable[[str], str | None], rows: Sta
         return Finding(section=SECTION, what="stack", value=", ".join(matching))
     nearest = device if device in rows else min(differences, key=lambda e: len(differences[e]), default=None)
     if nearest is None:
-        remedy = "Reinstall hybridrec: its metadata lists no stack."
+        remedy = "Install hybridrec: without its metadata there are neither stacks nor devices."
         return Finding(section=SECTION, what="stack", value="unknown", status=Status.WARN, remedy=remedy)
     if matching:
         # An environment for another device: whether it can serve this one is what the next section finds out.
