@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ class DataSet(ABC):
     num_dense: int = 0
     """Columns of `Batch.dense`."""
     num_workers: int = 0
-    """Processes that make batches unless the user says otherwise; 0 where making them is quick."""
+    """Processes a rank that make batches if there are cores for them; 0 where making them is quick."""
 
     @abstractmethod
     def tables(self) -> list[TableFacts]:
@@ -143,6 +144,12 @@ def load(data: DataSet, share: Share, *, epochs: range | None, num_workers: int,
     for epoch in [None] if epochs is None else epochs:
         one_pass = _Pass(data, share, epoch)
         yield from DataLoader(one_pass, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)
+
+
+def choose_num_workers(data: DataSet, local_world_size: int) -> int:
+    """Worker processes of each rank: as many as the data set would like, as far as ranks leave cores to them."""
+    spare = len(os.sched_getaffinity(0)) // local_world_size - 1
+    return max(0, min(data.num_workers, spare))
 
 
 def expected_distinct(ids: Tensor, batch_size: int) -> float:

@@ -22,7 +22,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from examples.little_demo.batch import Batch, DataError, DataSet, Share, load
+from examples.little_demo.batch import Batch, DataError, DataSet, Share, choose_num_workers, load
 from examples.little_demo.criteo import Criteo
 from examples.little_demo.history import Board, History, Recorder
 from examples.little_demo.launch import Ranks, join_ranks, leave_ranks
@@ -214,12 +214,12 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
             print(*lines, sep="\n", flush=True)
 
     def batches(epochs: range | None) -> Iterator[Batch]:
-        workers = data.num_workers if args.workers is None else args.workers
         share = Share(batch_size=args.batch_size, rank=ranks.rank, world_size=ranks.world_size)
         return load(data, share, epochs=epochs, num_workers=workers, pin_memory=ranks.device.type != "cpu")
 
     torch.manual_seed(args.seed)
     data = open_data(args)
+    workers = choose_num_workers(data, ranks.local_world_size) if args.workers is None else args.workers
     tables = build_tables(
         data.tables(), batch_size=args.batch_size, world_size=ranks.world_size, depth=args.depth, seed=args.seed
     )

@@ -46,7 +46,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help=f"batches in the pipeline, 1 to {MAX_DEPTH}; 1: one after the other. Changes no loss (default: 3)",
     )
-    add("--workers", type=_count, metavar="N", help="processes a rank that read data (default: 2 for criteo, else 0)")
+    add(
+        "--workers",
+        type=_count,
+        metavar="N",
+        help="processes a rank that read data (default: 0; for criteo up to 2, if cores are free)",
+    )
 
     data = parser.add_argument_group("data")
     add = data.add_argument

@@ -254,7 +254,7 @@ def test_launcher_repeats_its_losses_at_another_depth(tmp_path: Path) -> None:
 def test_launcher_says_which_line_is_wrong_and_fails(tmp_path: Path) -> None:
     good = "\t".join(["1", *["2"] * 13, *["3"] * 26]) + "\n"
     (tmp_path / "day_0").write_text(good * 40 + "what\n" + good * 40)
-    done = run_demo("--device", "cpu", "--data", "criteo", "--path", "day_0", folder=tmp_path)
+    done = run_demo("--device", "cpu", "--data", "criteo", "--path", "day_0", "--workers", "1", folder=tmp_path)
     assert done.returncode == 1
     assert "day_0, line 41: 1 fields. 40 with a tab between them are expected" in done.stderr
     assert "Traceback" not in done.stderr

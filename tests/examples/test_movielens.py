@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 
 import pytest
 import torch
 from torch import Tensor
 
 from examples.little_demo import movielens
-from examples.little_demo.batch import Share, expected_distinct
-from examples.little_demo.movielens import Ratings
+from examples.little_demo.batch import Share, choose_num_workers, expected_distinct
+from examples.little_demo.movielens import MovieLens, Ratings
 
 NUM_RATINGS, NUM_USERS, NUM_MOVIES, NUM_GENRES = 100_004, 671, 9_066, 19
 
@@ -132,3 +133,29 @@ def test_expected_distinct_matches_real_batches(ratings: Ratings) -> None:
     counts = [len(torch.unique(ratings.users[batch])) for batch in torch.split(order, 512)[:-1]]
     assert expected_distinct(ratings.users, 512) == pytest.approx(sum(counts) / len(counts), rel=0.01)
     assert expected_distinct(torch.tensor([8, 8, 8]), 5) == 1.0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_take_turns(workers: int, ratings: Ratings) -> None:
+    data = MovieLens(ratings, seed=0)
+    alone = list(data.train_batches(Share(batch_size=2_000, rank=1, world_size=2), 1))
+    turns = [
+        list(data.train_batches(Share(batch_size=2_000, rank=1, world_size=2, first=w, step=workers), 1))
+        for w in range(workers)
+    ]
+    for number, batch in enumerate(alone):
+        assert torch.equal(turns[number % workers][number // workers].ids.values(), batch.ids.values())
+    assert sum(len(turn) for turn in turns) == len(alone) == data.num_batches(2_000)
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_world_size", "expected"), [(2, 2, 0), (4, 2, 1), (8, 2, 2), (64, 2, 2), (1, 4, 0)]
+)
+def test_workers_do_not_take_the_cores_of_ranks(
+    cores: int, local_world_size: int, expected: int, ratings: Ratings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    data = MovieLens(ratings, seed=0)
+    assert choose_num_workers(data, local_world_size) == 0
+    data.num_workers = 2
+    assert choose_num_workers(data, local_world_size) == expected
