@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -70,9 +71,12 @@ class _Call:
         """Alias, device tensor, whether it is written."""
         self._adopted: dict[int, Tensor] = {}
         """Host address of a fresh storage -> the device's owner of it."""
+        self._rows: dict[int, np.ndarray] = {}
+        """Device address of a table -> the rows that the operator uses, int64."""
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         timeline.launch(current_stream())
+        self._rows = _rows_by_number(self._name, args, kwargs)
         arguments = self._op._schema.arguments
         is_written = {a.name: bool(a.alias_info and a.alias_info.is_write) for a in arguments}
         host_args = [self._to_host(value, is_written[arguments[i].name]) for i, value in enumerate(args)]
@@ -94,7 +98,7 @@ class _Call:
         if not isinstance(value, Tensor):
             return value
         if is_on_device(value):
-            touch(value, is_write=written, what=self._name)
+            touch(value, is_write=written, what=self._name, rows=self._rows.get(value.untyped_storage().data_ptr()))
             alias = host_alias(value)
             self._used.append((alias, value, written))
             return alias
@@ -121,8 +125,45 @@ class _Call:
         owner = self._adopted.get(storage.data_ptr())
         if owner is None:
             owner = self._adopted[storage.data_ptr()] = adopt(result, self._name)
-            block_of(owner).writer = (current_stream(), timeline.clocks[current_stream()][current_stream()])
+            touch(owner, is_write=True, what=self._name)
         return view_of(owner, *layout)
+
+
+_TABLES = {
+    "aten::index_select": (0, 1, 2),
+    "aten::index_copy": (0, 1, 2),
+    "aten::index_copy_": (0, 1, 2),
+    "aten::index_add": (0, 1, 2),
+    "aten::index_add_": (0, 1, 2),
+    "aten::index": (0, None, 1),
+    "aten::index_put_": (0, None, 1),
+    "aten::_index_put_impl_": (0, None, 1),
+    "aten::embedding": (0, None, 1),
+    "aten::_embedding_bag": (0, None, 1),
+    "aten::_embedding_bag_forward_only": (0, None, 1),
+}
+"""Operator -> positions of the table, of the dimension (None: 0) and of the rows' numbers among its arguments."""
+
+
+def _rows_by_number(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[int, np.ndarray]:
+    """Device address of a table -> the rows, int64, that an operator takes by their numbers; empty: not such a one."""
+    if name not in _TABLES:
+        return {}
+    table_at, dim_at, rows_at = _TABLES[name]
+    table, numbers = args[table_at], args[rows_at]
+    if isinstance(numbers, (list, tuple)):
+        numbers = numbers[0] if len(numbers) == 1 else None
+    if not is_on_device(table) or not is_on_device(numbers) or numbers.dtype not in (torch.int64, torch.int32):
+        return {}
+    if dim_at is not None and args[dim_at] != 0 or table.numel() == 0 or table.stride(0) <= 0:
+        return {}
+    out = kwargs.get("out", table)
+    if out.data_ptr() != table.data_ptr() or out.stride() != table.stride():
+        return {}
+    rows = np.unique(host_alias(numbers).numpy()).astype(np.int64)
+    if rows.size and not -table.size(0) <= rows[0] <= rows[-1] < table.size(0):
+        return {}  # the operator itself says so
+    return {table.untyped_storage().data_ptr(): np.where(rows < 0, rows + table.size(0), rows)}
 
 
 def _check_index(device: torch.device | None) -> None:

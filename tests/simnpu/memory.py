@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.simnpu.accesses import Accesses
 from tests.simnpu.ordering import SyncHazard, current_stream, timeline
 
 DEVICE_TYPE = "npu"
@@ -42,12 +43,12 @@ class Block:
     """Where it was allocated, and where its memory is reused once it is freed."""
     made_by: str
     """For messages."""
-    writer: tuple[int, int] | None = None
-    """Stream and tick of the last write."""
-    readers: dict[int, int] = field(default_factory=dict)
-    """Stream -> tick of its last read since then."""
     recorded: set[int] = field(default_factory=set)
     """Streams that `record_stream` named: freeing waits for them."""
+    accesses: Accesses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accesses = Accesses(self.data.numel())
 
 
 class _Heap:
@@ -223,10 +224,7 @@ def free_dead_blocks() -> None:
 
 def _free(block: Block) -> None:
     heap.used_bytes -= block.data.numel()
-    uses = dict(block.readers)
-    if block.writer is not None:
-        uses[block.writer[0]] = max(block.writer[1], uses.get(block.writer[0], 0))
-    for stream, tick in uses.items():
+    for stream, tick in block.accesses.last_uses().items():
         is_over = timeline.is_over({stream: tick}) or timeline.is_ordered(block.stream, stream, tick)
         if stream not in block.recorded and not is_over:
             timeline.report(
@@ -260,8 +258,14 @@ def host_alias(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def touch(tensor: Tensor, *, is_write: bool, what: str) -> None:
-    """Note that the work just launched on the current stream uses a tensor's block.
+def touch(tensor: Tensor, *, is_write: bool, what: str, rows: np.ndarray | None = None) -> None:
+    """Note that the work just launched on the current stream uses a tensor's memory.
+
+    Args:
+        tensor: On the device.
+        is_write: Whether it is written.
+        what: The work, for messages.
+        rows: int64, those of dimension 0 that are used; None: all of the tensor.
 
     Raises:
         SyncHazard: It is not ordered after a use by another stream, of which one writes.
@@ -269,22 +273,20 @@ def touch(tensor: Tensor, *, is_write: bool, what: str) -> None:
     if tensor.numel() == 0:
         return
     block, stream = block_of(tensor), current_stream()
-    if block.writer is not None and not timeline.is_ordered(stream, *block.writer):
-        timeline.fail(
-            f"{what} on stream {stream} touches memory ({block.made_by}) that stream {block.writer[0]} wrote last, "
-            "without waiting for it"
-        )
-    if not is_write:
-        block.readers[stream] = timeline.clocks[stream][stream]
-        return
-    for reader, tick in block.readers.items():
-        if not timeline.is_ordered(stream, reader, tick):
-            timeline.fail(
-                f"{what} on stream {stream} overwrites memory ({block.made_by}) that stream {reader} may still be "
-                "reading, without waiting for it"
-            )
-    block.writer = (stream, timeline.clocks[stream][stream])
-    block.readers.clear()
+    first_byte, clock = tensor.storage_offset() * tensor.element_size(), timeline.clocks[stream]
+    if rows is None:
+        end_byte = first_byte + span_bytes(tensor.size(), tensor.stride(), tensor.dtype)
+        granules = block.accesses.range_of(first_byte, end_byte)
+    else:
+        row_bytes = tensor.stride(0) * tensor.element_size()
+        granules = block.accesses.rows_of(rows, first_byte=first_byte, row_bytes=row_bytes)
+    conflict = block.accesses.conflict(granules, stream, clock, is_write=is_write)
+    if conflict is not None:
+        verb, other = conflict
+        done = f"that stream {other} wrote last" if verb == "wrote" else f"that stream {other} may still be reading"
+        use = "overwrites" if verb == "read" else "touches"
+        timeline.fail(f"{what} on stream {stream} {use} memory ({block.made_by}) {done}, without waiting for it")
+    block.accesses.note(granules, stream, clock[stream], is_write=is_write)
 
 
 # ---- what tests ask --------------------------------------------------------------------------------------------------

@@ -267,3 +267,58 @@ def ask_module() -> None:
 
 def test_the_module_has_torch_npu_s_names(npu_pools: RankPools) -> None:
     npu_pools[1].run(ask_module)
+
+
+# ---- rows of a table -------------------------------------------------------------------------------------------------
+
+
+def use_rows(mine: list[int], theirs: list[int]) -> None:
+    """Two streams write rows of one table at the same time."""
+    main, side = main_and_side()
+    table, state = torch.zeros(10, 3, device=NPU)[1:], torch.zeros(10, device=NPU)
+    side.wait_stream(main)
+    with torch.npu.stream(side):
+        numbers = torch.tensor(theirs, device=NPU)
+        table.index_copy_(0, numbers, torch.ones(len(theirs), 3, device=NPU))
+        state[numbers] = 1.0
+        kept = table.index_select(0, numbers)
+    numbers = torch.tensor(mine, device=NPU)
+    table.index_copy_(0, numbers, torch.full((len(mine), 3), 2.0, device=NPU))
+    state.index_add_(0, numbers, torch.full((len(mine),), 2.0, device=NPU))
+    torch.embedding_bag(table, numbers, torch.tensor([0, 1], device=NPU))
+    main.wait_stream(side)
+    assert table.sum(1).tolist() == [6.0 if r in mine else 3.0 if r in theirs else 0.0 for r in range(9)]
+    assert state[:9].tolist() == [2.0 if r in mine else 1.0 if r in theirs else 0.0 for r in range(9)]
+    del kept
+
+
+def test_streams_may_use_different_rows(npu_pools: RankPools) -> None:
+    npu_pools[1].run(use_rows, [0, 3, 8], [1, 2])
+
+
+def share_a_row() -> int:
+    with pytest.raises(SyncHazard, match="aten::index_copy"):
+        use_rows([0, 3], [1, 3])
+    return len(take_hazards())
+
+
+def test_streams_that_share_a_row_need_an_order(npu_pools: RankPools) -> None:
+    npu_pools[1].run(share_a_row)
+
+
+def use_row_and_all() -> int:
+    main, side = main_and_side()
+    table = torch.zeros(10, 3, device=NPU)
+    side.wait_stream(main)
+    with torch.npu.stream(side):
+        table.index_copy_(0, torch.tensor([4], device=NPU), torch.ones(1, 3, device=NPU))
+    table[:4].sum()
+    with pytest.raises(SyncHazard, match="wrote last"):
+        table[2:5].sum()
+    main.wait_stream(side)
+    assert table[2:5].sum().item() == 3.0
+    return len(take_hazards())
+
+
+def test_a_view_touches_its_part(npu_pools: RankPools) -> None:
+    assert npu_pools[1].run(use_row_and_all) == [1]
