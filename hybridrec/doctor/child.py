@@ -1,6 +1,6 @@
 """Processes that the doctor starts: they may crash or hang, the report goes on.
 
-A child writes one JSON object a line to a file and flushes it, so that what it had to say survives its end.
+A child appends one JSON object a line to a file, so that what it had to say survives its end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Channel:
     """The child's side: what it writes."""
 
     def __init__(self, path: str) -> None:
-        """Open the file at ``path`` for appending."""
-        self._file: Final = open(path, "a", encoding="utf-8")  # noqa: SIM115 - as long as the process
+        """The file at ``path`` is opened anew for every record, so that nothing waits in a buffer."""
+        self._path: Final = path
 
     def begin(self, what: str) -> None:
         """Say what comes next: the last word of a child that dies or hangs."""
@@ -42,8 +42,8 @@ class Channel:
 
     def send(self, **record: Any) -> None:
         """Write one record of plain values."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
