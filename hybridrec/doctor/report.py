@@ -80,10 +80,9 @@ def render(finding: Finding) -> str:
 def summary(findings: Sequence[Finding], *, device: str) -> str:
     """The last line."""
     counts = {status: sum(f.status is status for f in findings) for status in Status}
-    verdict = (
-        f"training on {device!r} will not work yet" if counts[Status.FAIL] else f"training on {device!r} can start"
-    )
-    return f"{verdict}: {counts[Status.FAIL]} failures, {counts[Status.WARN]} warnings"
+    subject = "training" if device == "auto" else f"training on {device!r}"
+    verdict = "will not work yet" if counts[Status.FAIL] else "can start"
+    return f"{subject} {verdict}: {counts[Status.FAIL]} failures, {counts[Status.WARN]} warnings"
 
 
 def _wrap(text: str, *, first: str, margin: str) -> list[str]:
