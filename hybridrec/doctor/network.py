@@ -21,7 +21,8 @@ def findings(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     # Collective libraries follow one custom: NAME_SOCKET_IFNAME chooses the interface.
     names = sorted({HOST_VARIABLE} | {name for name in environment if name.endswith("_SOCKET_IFNAME")})
     yield from (interface_variable(name, environment) for name in names)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+    addresses = sorted(name for name in environment if name.endswith("_IF_IP"))
+    for name in (*addresses, "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         if name in environment:
             yield Finding(section=SECTION, what=name, value=environment[name])
 
