@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridrec.config import HashEmbeddingBagConfig
     from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
+    from hybridrec.distributed.planner_report import describe_plan
     from hybridrec.distributed.sharding_plan import (
         HybridEmbeddingBagCollectionSharder,
         HybridHashEmbeddingBagCollectionSharder,
@@ -42,11 +43,13 @@ __all__ = [
     "TableStats",
     "Uniform",
     "__version__",
+    "describe_plan",
     "get_default_hybrid_sharders",
 ]
 
 _NAMES_BY_MODULE = {
     "hybridrec.config": ("HashEmbeddingBagConfig",),
+    "hybridrec.distributed.planner_report": ("describe_plan",),
     "hybridrec.distributed.hybrid_train_pipeline": ("HybridTrainPipelineSparseDist",),
     "hybridrec.distributed.sharding_plan": (
         "HybridEmbeddingBagCollectionSharder",

@@ -22,6 +22,8 @@ from hybridrec.backend import HOST
 from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError
 
 TIERS_ATTRIBUTE = "_hybrid_tiers"
+PLANNING_ATTRIBUTE = "_hybrid_planning"
+"""What the wraps know our sharders by."""
 _PLANNER = "torchrec.distributed.planner"
 # Relative to the same device's "fused": what decides when memory allows several kernels. Only the order matters.
 _BANDWIDTH_SHARE = {"fused_uvm_caching": 0.5, "fused_uvm": 0.25}
@@ -256,4 +258,4 @@ def _wrap_planner(policy: Policy) -> None:
 
 
 def _plans_tiers(sharder: Any) -> bool:
-    return bool(getattr(sharder, "plans_tiers", False))
+    return hasattr(sharder, PLANNING_ATTRIBUTE)

@@ -144,14 +144,18 @@ class PlanningSession:
             for option in self.options
             if (demand := demand_of(option)) is not None
         ]
-        message = describe_refusal(needs, self._room(needs, self.available)) if needs else None
+        room = self._room(needs, self.available)
+        message = None if room is None or not needs else describe_refusal(needs, room)
         if message is None:
             return theirs
         refused: Exception = PlanCapacityError(message)
         return refused
 
-    def _room(self, needs: Sequence[Need], available: Topology) -> Room:
-        """What is left for rows of hashed tables: not their inputs and outputs, and not TorchRec's tables, spread."""
+    def _room(self, needs: Sequence[Need], available: Topology) -> Room | None:
+        """What is left for rows of hashed tables: not their inputs and outputs, and not TorchRec's tables, spread.
+
+        None if that is less than nothing: hashed tables are not to blame then.
+        """
         world_size = self.topology.world_size
         plain = [o.total_storage for o in _fastest([o for o in self.options if demand_of(o) is None], available)]
         hbm = min(device.storage.hbm for device in available.devices) - sum(s.hbm for s in plain) // world_size
@@ -160,9 +164,11 @@ class PlanningSession:
             storage = need.option.shards[0].storage
             hbm -= storage.hbm - (0 if self.is_host_memory else need.accounted.device)
             ddr -= storage.ddr - need.accounted.host - (need.accounted.device if self.is_host_memory else 0)
+        if hbm < 0 or ddr < 0:
+            return None
         return Room(
-            device=max(0, hbm),
-            host=max(0, ddr),
+            device=hbm,
+            host=ddr,
             device_type=self.topology.compute_device,
             is_host_memory=self.is_host_memory,
             world_size=world_size,

@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
-from hybridrec._compat.planner import TIERS_ATTRIBUTE, default_capacities
+from hybridrec._compat.planner import PLANNING_ATTRIBUTE, TIERS_ATTRIBUTE, default_capacities
 from hybridrec.backend import HOST, resolve_backend
 from hybridrec.distributed.host_memory import HostBudget, local_world_size
 from hybridrec.distributed.placement import ShardPlacement
@@ -25,6 +25,16 @@ from hybridrec.errors import BackendError, CapacityError, ConfigError
 logger = logging.getLogger("hybridrec")
 
 MAX_LISTED = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharderPlanning:
+    """What planning needs of a sharder; hangs at it as `PLANNING_ATTRIBUTE`."""
+
+    host_group: dist.ProcessGroup
+    """gloo group of all ranks."""
+    budget: HostBudget
+    """Of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +52,7 @@ class PlannedTable:
 def planned_tables(plan: ShardingPlan, module: nn.Module, sharders: Iterable[ModuleSharder[Any]]) -> list[PlannedTable]:
     """The hashed tables of a plan, in its order."""
     tables = []
-    by_type = {sharder.module_type: sharder for sharder in sharders if getattr(sharder, "plans_tiers", False)}
+    by_type = {sharder.module_type: sharder for sharder in sharders if hasattr(sharder, PLANNING_ATTRIBUTE)}
     for path, table_plans in plan.plan.items():
         collection = module.get_submodule(path)
         sharder = by_type.get(type(collection))
@@ -115,8 +125,8 @@ class HybridPlanPolicy:
         by_collection: dict[nn.Module, int] = {}
         for table in tables:
             by_collection[table.collection] = by_collection.get(table.collection, 0) + table.taken.host
-        for budget in _budgets(sharders):
-            budget.plan(by_collection)
+        for planning in _plannings(sharders):
+            planning.budget.plan(by_collection)
 
     def accept(
         self, plan: ShardingPlan, module: nn.Module, sharders: Sequence[ModuleSharder[Any]], topology: Topology
@@ -126,11 +136,12 @@ class HybridPlanPolicy:
         Raises:
             CapacityError: The topology has TorchRec's default capacities, and the tables do not fit this machine.
         """
-        group = next(s.host_group for s in sharders if getattr(s, "plans_tiers", False))
+        plannings = _plannings(sharders)
+        group = plannings[0].host_group
         if dist.get_rank(group) == 0:
             logger.info("%s", describe_plan(plan, module, sharders, topology))
         tables = planned_tables(plan, module, sharders)
-        problem = machine_problem(tables, _budgets(sharders), topology, dist.get_rank(group))
+        problem = machine_problem(tables, [p.budget for p in plannings], topology, dist.get_rank(group))
         problems: list[str | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(problems, problem, group=group)
         for rank, text in enumerate(problems):
@@ -176,8 +187,8 @@ def machine_problem(
     return None
 
 
-def _budgets(sharders: Iterable[ModuleSharder[Any]]) -> list[HostBudget]:
-    return [sharder.host_budget for sharder in sharders if getattr(sharder, "plans_tiers", False)]
+def _plannings(sharders: Iterable[ModuleSharder[Any]]) -> list[SharderPlanning]:
+    return [getattr(sharder, PLANNING_ATTRIBUTE) for sharder in sharders if hasattr(sharder, PLANNING_ATTRIBUTE)]
 
 
 def _total(tables: Sequence[PlannedTable]) -> TierBytes:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 
-from hybridrec._compat.planner import TIERS_ATTRIBUTE, install_planner_wraps
+from hybridrec._compat.planner import PLANNING_ATTRIBUTE, TIERS_ATTRIBUTE, install_planner_wraps
 from hybridrec._compat.torchrec import BaseEmbeddingSharder
 from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.config import TableConfig
@@ -20,7 +19,7 @@ from hybridrec.distributed.host_memory import HostBudget, local_world_size
 from hybridrec.distributed.lookup import PooledLookup, ShardTable
 from hybridrec.distributed.placement import Placement, place
 from hybridrec.distributed.planner_demand import TableDemand
-from hybridrec.distributed.planner_report import HybridPlanPolicy
+from hybridrec.distributed.planner_report import HybridPlanPolicy, SharderPlanning
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
 from hybridrec.distributed.verdict import agree
 from hybridrec.errors import BackendError, ConfigError
@@ -37,9 +36,6 @@ install_planner_wraps(HybridPlanPolicy())  # at import, so that a Topology may b
 
 class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbeddingBagCollection]):  # type: ignore[misc]
     """Shards `HashEmbeddingBagCollection` row-wise over all ranks."""
-
-    plans_tiers = True
-    """What the wraps around TorchRec's planner know our sharders by."""
 
     def __init__(
         self,
@@ -69,12 +65,8 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         super().__init__(fused_params=dict(fused_params) if fused_params else None)
         self._host_group = check_host_env(host_env)
         self._host_env = host_env
-        self.host_budget = HostBudget(host_memory_bytes)
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        """Gloo group of all ranks."""
-        return self._host_group
+        self._host_budget = HostBudget(host_memory_bytes)
+        setattr(self, PLANNING_ATTRIBUTE, SharderPlanning(host_group=self._host_group, budget=self._host_budget))
 
     @property
     def module_type(self) -> type[HashEmbeddingBagCollection]:
@@ -171,7 +163,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             backend=resolve_backend(device.type),
             rank=env.rank,
             world_size=env.world_size,
-            host_budget_bytes=self.host_budget.part_of(module),
+            host_budget_bytes=self._host_budget.part_of(module),
         )
         return ShardedHashEmbeddingBagCollection(
             module, tables, lookup, device_group=env.process_group, host_group=self._host_group, device=device
