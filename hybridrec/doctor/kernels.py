@@ -75,6 +75,8 @@ def why_not_tbe(kind: OptimizerKind, dim: int, is_weighted: bool, device: torch.
     except HybridRecError as error:
         reason = re.sub(r"^tables? 'doctor': ", "", str(error))
         return reason.partition(". ")[0].partition("; ")[0]
+    except Exception as error:  # FBGEMM's operators may be anybody's
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return ""
 
 
