@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
 from hybridrec.cache.staging import NUM_BUFFERS
 from hybridrec.config import TableConfig
 from hybridrec.distributed.placement import MAX_SLOTS, Placement, ShardPlacement, size_shard
-from hybridrec.store.host_bytes import planned_host_bytes
+from hybridrec.native import planned_host_bytes
+from hybridrec.native.checks import MAX_ROWS
 from hybridrec.store.row_state_layout import RowStateLayout
 
 BATCHES_IN_FLIGHT = 3
@@ -48,14 +50,17 @@ class TableDemand:
     def bytes_of(self, placed: ShardPlacement) -> TierBytes:
         """When the planned rows live: slots on the device; id map, slot index and store on the host."""
         leaves_slots = placed.placement is not Placement.DEVICE and placed.num_slots < placed.planned_rows
+        # The core answers for what it can hold; more is compared with capacities all the same, so it goes on in line.
+        rows, slots = min(placed.planned_rows, MAX_ROWS), min(placed.num_slots, MAX_SLOTS)
         host = planned_host_bytes(
             dim=self.layout.dim,
             num_row_states=len(self.layout.row_states),
             num_row_wise_states=len(self.layout.row_wise_states),
-            num_rows=placed.planned_rows,
-            num_slots=placed.num_slots,
-            store_rows=placed.planned_rows if leaves_slots else 0,
+            num_rows=rows,
+            num_slots=slots,
+            store_rows=rows if leaves_slots else 0,
         )
+        host = host * placed.planned_rows // rows
         return TierBytes(device=placed.num_slots * self.layout.slot_bytes, host=host)
 
     def staging_bytes(self, placed: ShardPlacement, batch_rows: int) -> TierBytes:
@@ -92,6 +97,14 @@ class TableDemand:
         """Slots below which batches in flight would wait for each other."""
         rows = self.placed(Placement.DEVICE.value, world_size, None).planned_rows
         return min(rows, MAX_SLOTS, max(1, BATCHES_IN_FLIGHT * batch_rows))
+
+
+@functools.cache
+def slot_index_bytes() -> int:
+    """Host memory for one slot of the device tier."""
+    none = planned_host_bytes(dim=1, num_row_states=0, num_row_wise_states=0, num_rows=1, num_slots=1000, store_rows=0)
+    more = planned_host_bytes(dim=1, num_row_states=0, num_row_wise_states=0, num_rows=1, num_slots=2000, store_rows=0)
+    return -(-(more - none) // 1000)
 
 
 def load_factor_of(num_slots: int, planned_rows: int) -> float:

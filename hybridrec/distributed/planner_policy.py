@@ -21,9 +21,8 @@ from torchrec.distributed.types import CacheParams
 from hybridrec._compat.planner import TIERS_ATTRIBUTE, PlanCapacityError, option_batch_rows
 from hybridrec.backend import HOST
 from hybridrec.distributed.placement import MAX_SLOTS, Placement
-from hybridrec.distributed.planner_demand import TableDemand, TierBytes, load_factor_of
+from hybridrec.distributed.planner_demand import TableDemand, TierBytes, load_factor_of, slot_index_bytes
 from hybridrec.distributed.planner_refusal import Need, Room, describe_refusal
-from hybridrec.store.host_bytes import SLOT_INDEX_BYTES
 
 _PREFERENCE = (Placement.DEVICE.value, Placement.CACHED.value, Placement.HOST.value)
 CACHE_SHARE = 0.5
@@ -116,7 +115,7 @@ class PlanningSession:
 
         def fits(factor: float) -> bool:
             more = slots(factor) - now
-            return bool((more * device).sum() <= rest.hbm and more.sum() * SLOT_INDEX_BYTES <= rest.ddr)
+            return bool((more * device).sum() <= rest.hbm and more.sum() * slot_index_bytes() <= rest.ddr)
 
         low, high = 0.0, 1.0
         if fits(high):
