@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,7 @@ from tests.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 LN_2 = math.log(2.0)
+TEN_BATCHES = ("--batches", "10", "--seed", "3")
 
 
 def first_ratings(num_rows: int) -> Ratings:
@@ -230,25 +233,56 @@ def losses_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stdout.splitlines() if "  loss " in line]
 
 
-def test_launcher_repeats_its_losses_at_another_depth(tmp_path: Path) -> None:
-    (tmp_path / "examples").mkdir()  # is not taken for this checkout's
-    (tmp_path / "examples" / "__init__.py").write_text("raise RuntimeError('the wrong examples')")
-    common = ("--device", "cpu", "--batches", "10", "--seed", "3", "--picture", "picture.png")
-    runs = [
-        run_demo(*common, "--depth", "1", folder=tmp_path),
-        run_demo(*common, "--tensorboard", "log", folder=tmp_path),
-    ]
-    for done in runs:
-        assert done.returncode == 0, done.stderr
-        assert "ranks: 2 on cpu, seed: 3" in done.stdout
-        assert "fused_uvm_caching" in done.stdout
-        assert "AUC not judged: 10 batches are less than an epoch of 157." in done.stdout
-    assert len(losses_of(runs[0])) == 1
-    assert losses_of(runs[0]) == losses_of(runs[1])
-    assert "pipeline of rank 0, depth 1," in runs[0].stdout
-    assert "pipeline of rank 0, depth 3," in runs[1].stdout
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
-    assert len(list((tmp_path / "log").iterdir())) == 1
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Ten batches on two ranks, with all that can be written, and the folder where it was started."""
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "examples").mkdir()  # is not taken for this checkout's
+    (folder / "examples" / "__init__.py").write_text("raise RuntimeError('the wrong examples')")
+    options = ("--device", "cpu", *TEN_BATCHES, "--picture", "picture.png", "--tensorboard", "log")
+    return run_demo(*options, folder=folder), folder
+
+
+def check_output(done: subprocess.CompletedProcess[str], device: str, depth: int) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"ranks: 2 on {device}, seed: 3" in done.stdout
+    assert "fused_uvm_caching" in done.stdout
+    assert f"pipeline of rank 0, depth {depth}," in done.stdout
+    assert "AUC not judged: 10 batches are less than an epoch of 157." in done.stdout
+    assert len(losses_of(done)) == 1
+
+
+def test_launcher_writes_picture_and_log(on_cpu: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, folder = on_cpu
+    check_output(done, "cpu", depth=3)
+    assert (folder / "picture.png").stat().st_size > 10_000
+    assert len(list((folder / "log").iterdir())) == 1
+
+
+def test_launcher_repeats_its_losses_at_another_depth(
+    on_cpu: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+) -> None:
+    again = run_demo("--device", "cpu", *TEN_BATCHES, "--depth", "1", "--picture", "again.png", folder=tmp_path)
+    check_output(again, "cpu", depth=1)
+    assert losses_of(again) == losses_of(on_cpu[0])
+
+
+def test_simulated_npu_learns_the_same(on_cpu: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "tests.simnpu", "examples.little_demo", "--device", "npu", *TEN_BATCHES]
+        + ["--picture", str(tmp_path / "npu.png")],
+        cwd=ROOT,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    check_output(done, "npu", depth=3)
+    loss_of_cpu, loss_of_npu = (float(losses_of(run)[0].split()[-1]) for run in (on_cpu[0], done))
+    assert loss_of_npu == pytest.approx(loss_of_cpu, rel=1e-5)  # another kernel, another order of sums
+    assert (tmp_path / "npu.png").exists()
 
 
 def test_launcher_says_which_line_is_wrong_and_fails(tmp_path: Path) -> None:
@@ -279,3 +313,30 @@ def test_one_epoch_reaches_the_goal(tmp_path: Path) -> None:
     done = run_demo("--device", "cpu", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK: held-out AUC 0.7" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["--workers 0", "--workers 2 --depth 5 --epochs 2"])
+def test_criteo_file_is_trained_on_from_the_command_line(options: str, tmp_path: Path) -> None:
+    labels = [n // 10 % 2 for n in range(2_560)]
+    lines = ["\t".join([str(label), *["5"] * 13, *[f"{label:x}"] * 26]) + "\n" for label in labels]
+    with gzip.open(tmp_path / "day_0.gz", "wt") as file:
+        file.writelines(lines)
+    common = ("--device", "cpu", "--data", "criteo", "--path", "day_0.gz", "--picture", "p.png")
+    done = run_demo(*common, *options.split(), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "day_0.gz, about 2,560 impressions, one in 10 held out" in done.stdout
+    assert "held-out AUC: 1.0000 on 256 impressions" in done.stdout
+    assert "not judged" in done.stdout
+
+
+@pytest.mark.slow
+def test_power_law_is_compared_with_the_best_auc_from_the_command_line(tmp_path: Path) -> None:
+    sizes = ("--rows", "20480", "--ids", "100", "--features", "2", "--exponent", "1")
+    done = run_demo("--device", "cpu", "--data", "powerlaw", *sizes, "--picture", "p.png", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reached, best = (
+        float(re.search(rf"{words}: (0\.\d+)", done.stdout)[1])  # type: ignore[index]
+        for words in ("held-out AUC", "best possible AUC there")
+    )
+    assert 0.6 < reached < best < 0.9
