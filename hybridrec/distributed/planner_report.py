@@ -141,7 +141,10 @@ class HybridPlanPolicy:
         if dist.get_rank(group) == 0:
             logger.info("%s", describe_plan(plan, module, sharders, topology))
         tables = planned_tables(plan, module, sharders)
-        problem = machine_problem(tables, [p.budget for p in plannings], topology, dist.get_rank(group))
+        try:
+            problem = machine_problem(tables, [p.budget for p in plannings], topology, dist.get_rank(group))
+        except Exception as e:  # said by all ranks: one that raises alone leaves the others waiting
+            problem = f"the memory of this machine cannot be asked ({type(e).__name__}: {e})"
         problems: list[str | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(problems, problem, group=group)
         for rank, text in enumerate(problems):
@@ -162,7 +165,8 @@ def machine_problem(
     if backend is not None and backend.is_host_memory:
         host += total.device
     elif backend is not None:
-        device = torch.device(topology.compute_device, rank % topology.local_world_size)
+        seen = max(1, torch.get_device_module(topology.compute_device).device_count())  # a rank may see its own alone
+        device = torch.device(topology.compute_device, rank % topology.local_world_size % seen)
         _, memory = backend.memory_bytes(device)
         if total.device > memory:
             return (

@@ -58,7 +58,8 @@ class Model(nn.Module):
 
 
 def sharders_of(case: Case) -> list[ModuleSharder[nn.Module]]:
-    env = ShardingEnv(world_size=dist.get_world_size(), rank=dist.get_rank(), pg=dist.group.WORLD)
+    pg = dist.new_group(backend="gloo")
+    env = ShardingEnv(world_size=dist.get_world_size(), rank=dist.get_rank(), pg=pg)
     return get_default_hybrid_sharders(env, host_memory_bytes=case.host_memory_bytes)
 
 

@@ -73,12 +73,12 @@ def test_bytes_are_those_that_were_accounted(pool_2: RankPool, kernel: str, opti
         assert accounted == pytest.approx(taken, rel=0.05)
 
 
-def train_planned(case: Case) -> dict[str, Any]:
+def train_planned(case: Case, device: torch.device = HOST) -> dict[str, Any]:
     """Collective plan, then steps with ever new ids; what the plan says and what the tables have."""
     model, sharders = Model(case).ebc, sharders_of(case)
     plan = planner_of(case).collective_plan(model, sharders, dist.GroupMember.WORLD)
     planned = {t.demand.name: t.placed.num_slots for t in planned_tables(plan, model, sharders)}
-    dmp = DistributedModelParallel(model, device=HOST, plan=plan, sharders=sharders)
+    dmp = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(30):
         train(dmp, torch.randint(-(2**63), 2**63 - 1, (30,), generator=generator))
@@ -92,18 +92,38 @@ def train_planned(case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_half_and_twenty_times_the_device_train(pools: dict[int, RankPool], world_size: int) -> None:
-    """A device of 40,000 bytes for a rank, so that a few batches fill the cache."""
-    caps = {"hbm_cap": 120_000, "ddr_cap": 4096 * MIB}
+def on_npu(case: Case) -> dict[str, Any]:
+    """`train_planned` there."""
+    return train_planned(case, torch.device("npu", 0))
+
+
+def half_and_twenty(device_type: str, world_size: int) -> Case:
+    """A device of 120,000 bytes for a rank, some of it reserved, so that a few batches fill the cache."""
     rows = 40_000 // 128 * world_size
-    tables = {"small": {"num_embeddings": rows // 2}, "large": {"num_embeddings": 10**12, "planned_rows": 20 * rows}}
-    results = pools[world_size].run(train_planned, Case(tables=tables, caps=caps, world_size=world_size))
+    return Case(
+        tables={"small": {"num_embeddings": rows // 2}, "large": {"num_embeddings": 10**12, "planned_rows": 20 * rows}},
+        caps={"hbm_cap": 120_000, "ddr_cap": 4096 * MIB},
+        device_type=device_type,
+        world_size=world_size,
+    )
+
+
+def check_trained(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["kernel"] == {"small": "fused", "large": "fused_uvm_caching"}
         assert result["slots"] == result["planned"]
         assert result["rows"]["large"] > result["slots"]["large"]
         assert result["victims"]["large"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_less_and_more_than_the_device_train(pools: dict[int, RankPool], world_size: int) -> None:
+    check_trained(pools[world_size].run(train_planned, half_and_twenty("cuda", world_size)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_less_and_more_than_the_npu_train(npu_pools: dict[int, RankPool], world_size: int) -> None:
+    check_trained(npu_pools[world_size].run(on_npu, half_and_twenty("npu", world_size)))
 
 
 def split_of_the_budget() -> tuple[list[int], int]:
