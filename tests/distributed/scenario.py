@@ -182,7 +182,8 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
     """
     ebc = dmp.module.ebc
     lookup = ebc._lookups[0]
-    torch.get_device_module(dmp.device).synchronize()  # rows may still be on their way in
+    synchronize = torch.get_device_module(dmp.device).synchronize
+    synchronize()  # rows may still be on their way in
     group = lookup.log.group
     by_name = {}
     for t, name in enumerate(lookup.table_names):
@@ -196,6 +197,7 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
         records[slots >= 0] = in_slots[slots[slots >= 0]]
         records[slots < 0] = group.read_records(t, np.asarray(rows)[slots < 0])
         by_name[name] = dict(zip(ids, records, strict=True))
+    synchronize()  # a pipeline's own thread does not know that this one has read the slots
     return [by_name[c.name] for c in ebc.embedding_bag_configs()]
 
 
