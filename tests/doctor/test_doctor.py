@@ -81,8 +81,8 @@ def test_kernels_and_why_not_the_other(report: dict[str, list[dict[str, str]]]) 
 
 
 def test_unmodified_libraries(report: dict[str, list[dict[str, str]]]) -> None:
-    whats = ("files of torchrec", "code of torchrec", "files of fbgemm_gpu", "code of fbgemm_gpu", "fbgemm operators")
-    assert [report[what][0]["status"] for what in whats] == ["ok"] * 5
+    checks = ("files of torchrec", "code of torchrec", "files of fbgemm_gpu", "code of fbgemm_gpu", "fbgemm operators")
+    assert [report[what][0]["status"] for what in checks] == ["ok"] * 5
     assert "nothing is patched" in report["code of torchrec"][0]["value"]
 
 
