@@ -112,16 +112,22 @@ def test_a_target_is_poison_until_the_host_waited(npu_pools: RankPools) -> None:
     assert npu_pools[1].run(read_target) == [([POISON] * 4, [POISON] * 4, [3.0] * 4)]
 
 
-def there_and_back_again() -> list[float]:
-    """Device to host to device on one stream, through one buffer, without a wait of the host."""
-    buffer = pinned(0.0)
+def there_and_back_again(is_ordered: bool) -> tuple[list[float], list[str]]:
+    """Device to host to device through one buffer, without a wait of the host."""
+    buffer, side = pinned(0.0), torch.npu.Stream()
     buffer.copy_(torch.full((4,), 3.0, device=NPU), non_blocking=True)
-    back = buffer.to(NPU, non_blocking=True)
-    return back.tolist()
+    if is_ordered:
+        side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        back = buffer.to(NPU, non_blocking=True).tolist()
+    return back, take_hazards()
 
 
-def test_a_stream_orders_copies_through_the_host(npu_pools: RankPools) -> None:
-    assert npu_pools[1].run(there_and_back_again) == [[3.0] * 4]
+def test_streams_order_copies_through_the_host(npu_pools: RankPools) -> None:
+    assert npu_pools[1].run(there_and_back_again, True) == [([3.0] * 4, [])]
+    ((values, (hazard,)),) = npu_pools[1].run(there_and_back_again, False)
+    assert values == [POISON] * 4
+    assert "may still be writing" in hazard
 
 
 def overwrite_from_device(is_ordered: bool) -> list[str]:

@@ -19,14 +19,14 @@ OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_plain_loop_equals_the_oracle(npu_pools: RankPools, world_size: int, optimizer: str) -> None:
-    scenario = Scenario(cache="minimum", optimizer=optimizer, steps=40, device="npu")
+    scenario = Scenario(cache="minimum", optimizer=optimizer, steps=30, device="npu")
     for result in npu_pools[world_size].run(run_against_oracle, scenario):
         assert all(s.loads > 0 and s.write_backs > 0 for s in result["stats"])
         assert not result["steps without victims"]
 
 
 def test_weighted_bags_equal_the_oracle(npu_pools: RankPools) -> None:
-    scenario = Scenario(is_weighted=True, cache="minimum", steps=40, device="npu")
+    scenario = Scenario(is_weighted=True, cache="minimum", steps=30, device="npu")
     npu_pools[2].run(run_against_oracle, scenario)
 
 
@@ -49,7 +49,7 @@ def run_pipeline(scenario: Scenario, depth: int) -> dict[str, Any]:
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_pipeline_equals_the_oracle(npu_pools: RankPools, world_size: int, depth: int) -> None:
-    scenario = Scenario(cache="tenth", optimizer=OPTIMIZERS[depth % 4], steps=40, device="npu")
+    scenario = Scenario(cache="tenth", optimizer=OPTIMIZERS[depth % 4], steps=30, device="npu")
     for result in npu_pools[world_size].run(run_pipeline, scenario, depth):
         assert result["asked"] == scenario.steps + 1
         assert all(s.loads > 0 and s.write_backs > 0 for s in result["stats"])
@@ -57,7 +57,7 @@ def test_pipeline_equals_the_oracle(npu_pools: RankPools, world_size: int, depth
 
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
 def test_other_placements_equal_the_oracle(npu_pools: RankPools, kernel: str) -> None:
-    scenario = Scenario(kernel=kernel, cache="default", optimizer="adam", steps=40, device="npu")
+    scenario = Scenario(kernel=kernel, cache="default", optimizer="adam", steps=30, device="npu")
     npu_pools[2].run(run_pipeline, scenario, 3)
 
 
