@@ -157,9 +157,12 @@ def _wrap_storages() -> None:
             batch_rows=_batch_rows(kwargs["batch_sizes"], kwargs["input_lengths"], kwargs["num_poolings"]),
             is_host_memory=is_host_memory,
         )
+        # added, since TorchRec 1.8's storages have a third tier and 1.5's have not
         if is_host_memory:
-            return [storage_type(hbm=s.hbm, ddr=s.ddr + taken.device + taken.host, ssd=s.ssd) for s in in_and_out]
-        return [storage_type(hbm=s.hbm + taken.device, ddr=s.ddr + taken.host, ssd=s.ssd) for s in in_and_out]
+            rows = storage_type(hbm=0, ddr=taken.device + taken.host)
+        else:
+            rows = storage_type(hbm=taken.device, ddr=taken.host)
+        return [storage + rows for storage in in_and_out]
 
     setattr(estimators, "calculate_shard_storages", calculate_shard_storages)  # noqa: B010 - a module from importlib
 

@@ -322,7 +322,7 @@ def _with_endless_host(available: Topology) -> Topology:
     """More host memory can only be needed when fewer tables are on the device: it is the planner's to check."""
     topology = copy.deepcopy(available)
     for device in topology.devices:
-        device.storage = Storage(hbm=device.storage.hbm, ddr=1 << 62, ssd=device.storage.ssd)
+        device.storage = device.storage + Storage(hbm=0, ddr=1 << 62)
     return topology
 
 
