@@ -135,6 +135,8 @@ class PooledLookup(nn.Module):
             widths = [table.layout.record_floats for table in self._tables]
             swapper = StagedSwapper(self._group, self._slot_arrays, widths, backend, device)
         self.log = TransactionLog(self._group, swapper)
+        if not backend.is_host_memory:  # what made the slots is still on its way
+            self.log.read_until(backend.record_event(backend.current_stream(device)))
         # Tables that were planned to fit their slots and have not been seen to exceed them.
         self._fits_so_far = [t for t, s in enumerate(self._tables) if s.placed.placement is Placement.DEVICE]
         # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.

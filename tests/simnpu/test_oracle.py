@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
-import torch
 
-from tests.distributed import pipelines
 from tests.distributed.pipelines import run_pipeline_against_oracle
 from tests.distributed.scenario import Scenario, run_against_oracle
-from tests.ranks import RankFailure, RankPools
+from tests.ranks import RankPools
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
@@ -33,24 +28,11 @@ def test_weighted_bags_equal_the_oracle(npu_pools: RankPools) -> None:
 # ---- the pipeline ----------------------------------------------------------------------------------------------------
 
 
-def run_pipeline(scenario: Scenario, depth: int) -> dict[str, Any]:
-    """With slots that are known to be ready before the pipeline starts: see the last test."""
-    build = pipelines.build
-
-    def build_and_wait(*args: Any) -> Any:
-        built = build(*args)
-        torch.npu.synchronize()
-        return built
-
-    with mock.patch.object(pipelines, "build", build_and_wait):
-        return run_pipeline_against_oracle(scenario, depth, delay_seed=depth)
-
-
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_pipeline_equals_the_oracle(npu_pools: RankPools, world_size: int, depth: int) -> None:
     scenario = Scenario(cache="tenth", optimizer=OPTIMIZERS[depth % 4], steps=30, device="npu")
-    for result in npu_pools[world_size].run(run_pipeline, scenario, depth):
+    for result in npu_pools[world_size].run(run_pipeline_against_oracle, scenario, depth, delay_seed=depth):
         assert result["asked"] == scenario.steps + 1
         assert all(s.loads > 0 and s.write_backs > 0 for s in result["stats"])
 
@@ -58,12 +40,4 @@ def test_pipeline_equals_the_oracle(npu_pools: RankPools, world_size: int, depth
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
 def test_other_placements_equal_the_oracle(npu_pools: RankPools, kernel: str) -> None:
     scenario = Scenario(kernel=kernel, cache="default", optimizer="adam", steps=30, device="npu")
-    npu_pools[2].run(run_pipeline, scenario, 3)
-
-
-@pytest.mark.xfail(
-    raises=RankFailure,
-    reason="the swap stream's first rows do not wait for the stream that fills fresh slots with zeros",
-)
-def test_first_rows_wait_for_fresh_slots(npu_pools: RankPools) -> None:
-    npu_pools[1].run(run_pipeline_against_oracle, Scenario(steps=2, device="npu"), 2)
+    npu_pools[2].run(run_pipeline_against_oracle, scenario, 3, delay_seed=1)
