@@ -30,6 +30,7 @@ class Case:
     plain: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
     load_factors: dict[str, float] = field(default_factory=dict)
+    sharding_types: dict[str, str] = field(default_factory=dict)
     device_type: str = "cuda"
     world_size: int = 2
     caps: dict[str, int] = field(default_factory=lambda: {"hbm_cap": 64 * MIB, "ddr_cap": 4096 * MIB})
@@ -64,9 +65,10 @@ def sharders_of(case: Case) -> list[ModuleSharder[nn.Module]]:
 
 
 def planner_of(case: Case) -> EmbeddingShardingPlanner:
-    names = {*case.kernels, *case.load_factors}
+    names = {*case.kernels, *case.load_factors, *case.sharding_types}
     constraints = {
         name: ParameterConstraints(
+            sharding_types=[case.sharding_types[name]] if name in case.sharding_types else None,
             compute_kernels=[case.kernels[name]] if name in case.kernels else None,
             cache_params=CacheParams(load_factor=case.load_factors[name]) if name in case.load_factors else None,
         )

@@ -121,6 +121,21 @@ def test_plain_table_beyond_the_npu_is_refused(npu_process: Callable[..., Any]) 
     assert npu_process(plan_too_large, "npu") == "insufficient_storage"
 
 
+def default_topology() -> tuple[str, str]:
+    """Of a planner that is given none, and where its plan puts the shards of two tables."""
+    planner = EmbeddingShardingPlanner()
+    sharders = get_default_hybrid_sharders(ShardingEnv(world_size=1, rank=0, pg=dist.new_group(backend="gloo")))
+    plan = planner.collective_plan(Model(), sharders, dist.GroupMember.WORLD)
+    return planner._topology.compute_device, str(plan.plan["hashed"]["h"].sharding_spec.shards[0].placement)
+
+
+def test_a_planner_without_topology_plans_for_the_npu_that_is_there(
+    npu_pools: dict[int, RankPool], pool_1: RankPool
+) -> None:
+    assert npu_pools[1].run(default_topology) == [("npu", "rank:0/npu:0")]
+    assert pool_1.run(default_topology) == [("cpu", "rank:0/cpu")]
+
+
 def factory_topology(device_type: str) -> str:
     from torchrec.distributed.planner import types
 

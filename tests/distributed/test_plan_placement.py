@@ -109,6 +109,16 @@ def test_plain_tables_go_first(pool_1: RankPool) -> None:
     assert smaller["kernel"] == {"t": "fused", "p": "fused"}
 
 
+def test_the_fullest_rank_bounds_caches(pool_1: RankPool) -> None:
+    """A hashed table is on both ranks alike; a plain one on one of them leaves the other half empty."""
+    case = Case(tables={"t": table(20)}, plain={"p": HBM_ROWS // 2}, sharding_types={"p": "table_wise"})
+    case = dataclasses.replace(case, kernels={"p": "fused"})
+    (plan,) = pool_1.run(run_plan, case)
+    (emptier, available), (fullest, _) = sorted(plan["hbm"])
+    assert available - ROW_BYTES <= fullest <= available
+    assert fullest - emptier > 30 * MIB
+
+
 def test_on_the_host_a_cache_has_the_default_size(pool_1: RankPool) -> None:
     case = Case(tables={"t": table(0.5)}, kernels={"t": "fused_uvm_caching"}, device_type="cpu")
     (plan,) = pool_1.run(run_plan, case)
