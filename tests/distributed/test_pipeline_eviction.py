@@ -80,26 +80,25 @@ def train(depth: int, device_rows: int, disturb: bool) -> dict[str, Any]:
     dmp, optimizer = build(device_rows)
     data = batches()
     losses = []
-    if depth == 0:  # the plain loop
-        for batch in data:
+    pipeline = HybridTrainPipelineSparseDist(dmp, optimizer, torch.device("cpu"), pipe_n_batch=max(1, depth))
+    iterator = iter(data)
+    for step in range(STEPS):
+        if depth == 0:  # the plain loop
             optimizer.zero_grad()
-            loss, output = dmp(batch)
+            loss, output = dmp(data[step])
             loss.backward()
             optimizer.step()
-            losses.append(output.item())
-    else:
-        pipeline = HybridTrainPipelineSparseDist(dmp, optimizer, torch.device("cpu"), pipe_n_batch=depth)
-        iterator = iter(data)
-        for step in range(STEPS):
-            losses.append(pipeline.progress(iterator).item())
-            if disturb and step % 4 == 0:
-                dmp.eval()
-                with torch.no_grad():
-                    dmp(data[(step * 7) % STEPS])
-                dmp.train()
-            if disturb and step % 9 == 5:
-                pipeline.reset()
-                iterator = iter(data[pipeline.batches_committed :])
+        else:
+            output = pipeline.progress(iterator)
+        losses.append(output.item())
+        if disturb and step >= 24 and step % 3 == 0:  # ids that are about to be evicted, and some that were
+            dmp.eval()
+            with torch.no_grad():
+                losses += [dmp(data[step - back])[1].item() for back in range(14, 25)]
+            dmp.train()
+        if disturb and depth and step % 9 == 5:
+            pipeline.reset()
+            iterator = iter(data[pipeline.batches_committed :])
     ebc = dmp.module.ebc
     (stats,) = ebc.stats()
     keys, rows, scores, slots, _ = ebc.lookup.log.group.entries(0)
@@ -118,11 +117,11 @@ def train(depth: int, device_rows: int, disturb: bool) -> dict[str, Any]:
 
 
 def all_alike() -> None:
-    plain = train(0, 120, False)
-    assert plain["evicted"] > 50
+    plain = {disturb: train(0, 120, disturb) for disturb in (False, True)}
+    assert plain[True]["evicted"] > 50
     for depth, device_rows, disturb in ((1, 40, False), (2, 120, True), (3, 40, True), (5, 60, True), (12, 60, True)):
         other = train(depth, device_rows, disturb)
-        for name, value in plain.items():
+        for name, value in plain[disturb].items():
             assert other[name] == value, (depth, device_rows, disturb, name)
 
 
