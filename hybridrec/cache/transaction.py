@@ -64,7 +64,7 @@ class BatchTransaction:
 
     @property
     def ordinal(self) -> int:
-        """1 for the first batch that was ever planned, then without gaps."""
+        """Counts batches; an undo of the newest gives its ordinal back, so that a later batch may have it too."""
         return self.plan.ordinal
 
     @property
@@ -105,8 +105,10 @@ class BatchTransaction:
         self._log.post_commit(self)
 
     def undo(self) -> None:
-        """Take back everything but residency. Any state that is not final -> UNDONE."""
+        """Take back everything but residency. Any state that is not final -> UNDONE. Nothing if the log is broken."""
         self._require("undo")
+        if self._log.broken:
+            return
         self._log.undo(self)
         self._state = TransactionState.UNDONE
 
@@ -149,6 +151,8 @@ class TransactionLog:
         self.swapper = swapper
         self.committed = 0
         """Training batches whose rows were updated, since construction."""
+        self.broken = ""
+        """Why rows are neither as before nor as after a batch; nothing may be planned or undone then."""
         self.lock = threading.RLock()
         """Held around every call of the group that decides or moves."""
         # A deque's append is atomic: the garbage collector may call it on any thread, in the middle of any call.
@@ -215,7 +219,7 @@ class TransactionLog:
 
     def settle(self) -> None:
         """Apply posted commits, then undo the abandoned batches, newest first."""
-        if not self._posted and not self.abandoned:
+        if self.broken or not (self._posted or self.abandoned):
             return
         with self.lock:
             self._apply_posted()

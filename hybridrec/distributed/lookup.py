@@ -18,37 +18,23 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec.backend import HOST, DeviceBackend
 from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSwapper, TransactionLog
-from hybridrec.distributed.placement import Placement, ShardPlacement
+from hybridrec.distributed.placement import Placement
 from hybridrec.distributed.refusal import refusal_error
+from hybridrec.distributed.row_reader import RowReader
+from hybridrec.distributed.shard_table import ShardTable
+from hybridrec.distributed.shard_watch import ShardWatch
 from hybridrec.errors import CapacityError, HybridRecError, StateError
 from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
 from hybridrec.kernels.factory import make_kernel
-from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.metrics import TableStats
 from hybridrec.native import ShardGroup
-from hybridrec.native.protocol import PlanStatus, ShardSpec
-from hybridrec.store.row_state_layout import RowStateLayout
+from hybridrec.native.protocol import PlanStatus
 from hybridrec.types import SlotArrays
 
 logger = logging.getLogger("hybridrec")
 
 MAX_CORE_THREADS = 8
 """Threads of the native core: as many as torch has, but no more. They change no result."""
-WARN_SHARE = 0.8
-"""Of the host budget: what is taken beyond it is said once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardTable:
-    """One table as its owner rank builds it."""
-
-    name: str
-    spec: ShardSpec
-    placed: ShardPlacement
-    layout: RowStateLayout
-    optimizer: OptimizerSpec
-    num_features: int
-    """Features that look it up."""
 
 
 class KernelInput(NamedTuple):
@@ -112,7 +98,6 @@ class PooledLookup(nn.Module):
         self._rank, self._world_size = rank, world_size
         self._is_weighted = is_weighted
         self._kernels = [self._make_kernel(tables) for tables in kernels]
-        self._readers: list[LookupKernel] = []
         # (kernel, table within the kernel) of every table, and the first feature of every kernel
         self._place_of_table = [(k, t) for k, tables in enumerate(kernels) for t in range(len(tables))]
         counts = [sum(table.num_features for table in tables) for tables in kernels]
@@ -135,10 +120,12 @@ class PooledLookup(nn.Module):
             widths = [table.layout.record_floats for table in self._tables]
             swapper = StagedSwapper(self._group, self._slot_arrays, widths, backend, device)
         self.log = TransactionLog(self._group, swapper)
+        self._reader = RowReader(self._kernels, self._place_of_table, self.log, backend, device)
         if not backend.is_host_memory:  # what made the slots is still on its way
             self.log.read_until(backend.record_event(backend.current_stream(device)))
-        # Tables that were planned to fit their slots and have not been seen to exceed them.
-        self._fits_so_far = [t for t, s in enumerate(self._tables) if s.placed.placement is Placement.DEVICE]
+        self._watch = ShardWatch(
+            self._group, self._tables, where=f"rank {rank} of {world_size}", host_budget_bytes=host_budget_bytes
+        )
         # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._num_retries = [0] * len(self._tables)
@@ -146,12 +133,6 @@ class PooledLookup(nn.Module):
         """How many batches a pipeline wants to have slots at a time: what growing slots make room for."""
         self._wanted_slots = [0] * len(self._tables)
         self._growing = [t for t, table in enumerate(self._tables) if table.placed.placement is Placement.HOST]
-        self._moved_since_check = False
-        self._broken = ""
-        """Why rows are partly stepped; nothing may be looked up then."""
-        self._host_budget_bytes = host_budget_bytes
-        self._unchecked_bytes = 0
-        self._largest_row_bytes = max(t.layout.store_bytes + t.layout.index_bytes for t in self._tables)
 
     @property
     def kernels(self) -> list[LookupKernel]:
@@ -189,7 +170,7 @@ class PooledLookup(nn.Module):
         feature_offsets = _feature_offsets(keys)
         if not is_training:
             return MappedBatch(transaction=None, lease=None, keys=keys, feature_offsets=feature_offsets)
-        self._warn()
+        self._watch.warn()
         slots_N = torch.empty_like(keys.values())
         while True:
             seen = self.log.num_releases
@@ -198,8 +179,7 @@ class PooledLookup(nn.Module):
                 self._grow_slots(t)
             planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
             if isinstance(planned, BatchTransaction):
-                self._moved_since_check |= planned.plan.num_write_backs > 0
-                self._unchecked_bytes += planned.plan.num_inits * self._largest_row_bytes
+                self._watch.planned(planned.plan)
                 lease = Lease(planned)
                 return MappedBatch(transaction=planned, lease=lease, keys=keys, feature_offsets=feature_offsets)
             if planned.status == PlanStatus.NO_SLOTS and self._fits_without_pins(planned.table, planned.needed):
@@ -219,10 +199,20 @@ class PooledLookup(nn.Module):
         if batch.is_swapped:
             return
         if batch.transaction is not None:
-            batch.transaction.swap()
+            self._move_rows(batch.transaction)
             batch.inputs = self._kernel_inputs(batch, batch.transaction.slots_N, self.log.swapper.upload)
         batch.ready = self.log.swapper.ready()
         batch.is_swapped = True
+
+    def _move_rows(self, transaction: BatchTransaction) -> None:
+        try:
+            transaction.swap()
+        except Exception as e:
+            try:
+                transaction.undo()
+            except StateError:  # some rows moved, and some did not
+                self.log.broken = f"SWAP of batch {transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
+            raise
 
     def upload(self, tensor: Tensor) -> Tensor:
         """A small host tensor of a batch on the device, ordered before the batch's ``ready``; call it before `swap`."""
@@ -285,7 +275,9 @@ class PooledLookup(nn.Module):
             for kernel, kept, part in zip(self._kernels, saved, grad.split(self._kernel_dims, 1), strict=True):
                 kernel.backward(kept, part, step=step)
         except Exception as e:
-            self._broken = f"the update of batch {batch.transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
+            self.log.broken = (
+                f"the update of batch {batch.transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
+            )
             raise
         self._mark_use(batch.transaction)
         batch.transaction.commit()
@@ -295,35 +287,12 @@ class PooledLookup(nn.Module):
             transaction.used(self._backend.record_event(self._backend.current_stream(self._device)))
 
     def _read(self, batch: MappedBatch) -> Tensor:
-        """Look rows up without a trace: the batch's unique rows are copied to where a reader kernel looks."""
+        """Look rows up without a trace."""
         self.log.settle()
-        keys_N = batch.keys.values()
-        index_N, counts = torch.empty_like(keys_N), torch.empty(len(self._tables), dtype=torch.int64)
-        handle = self._group.read_plan(keys_N, batch.feature_offsets, self._feature_table, index_N, counts)
-        try:
-            readers = self._readers_for(counts.tolist())
-            buffers = [readers[k].slot_arrays(t).weights for k, t in self._place_of_table]
-            if self._backend.is_host_memory:
-                self._group.read_rows(handle, buffers, host_only=False)
-            else:
-                self._read_to_device(handle, buffers, counts.tolist())
-        finally:
-            self._group.end_read(handle)
+        index_N, readers = self._reader.read(batch.keys.values(), batch.feature_offsets, self._feature_table)
         inputs = self._kernel_inputs(batch, index_N, lambda tensors: [t.to(self._device) for t in tensors])
         pooled = [reader.forward(*one)[0] for reader, one in zip(readers, inputs, strict=True)]
         return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0]
-
-    def _read_to_device(self, handle: int, buffers: Sequence[Tensor], counts: Sequence[int]) -> None:
-        host = [torch.empty((n, b.shape[1])) for n, b in zip(counts, buffers, strict=True)]
-        self._group.read_rows(handle, host, host_only=True)
-        stream = self._backend.current_stream(self._device)
-        stream.wait_event(self.log.swapper.ready())  # rows of batches in flight may still be on their way in
-        for t, (rows, buffer) in enumerate(zip(host, buffers, strict=True)):
-            buffer[: rows.shape[0]].copy_(rows)
-            positions, slots = self._group.read_resident(handle, t)
-            resident = self._slot_arrays(t).weights.index_select(0, slots.to(self._device))
-            buffer.index_copy_(0, positions.to(self._device), resident)
-        self.log.read_until(self._backend.record_event(stream))
 
     def _kernel_inputs(
         self, batch: MappedBatch, index_N: Tensor, upload: Callable[[list[Tensor]], list[Tensor]]
@@ -412,60 +381,12 @@ class PooledLookup(nn.Module):
                 self._publish_slots(t)
         return True
 
-    def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
-        sizes = [[counts[t] for t in self.kernel_tables(k)] for k in range(len(self._kernels))]
-        if not self._readers:
-            self._readers = [
-                kernel.reader([max(1, n) for n in s]) for kernel, s in zip(self._kernels, sizes, strict=True)
-            ]
-        for reader, wanted in zip(self._readers, sizes, strict=True):
-            have = [t.num_slots for t in reader.spec.tables]
-            if any(n > h for n, h in zip(wanted, have, strict=True)):
-                reader.resize([max(h, n + n // 2) if n > h else h for n, h in zip(wanted, have, strict=True)])
-        return self._readers
-
     def _require_whole(self) -> None:
-        if self._broken:
+        if self.log.broken:
             raise StateError(
-                f"rank {self._rank} of {self._world_size}: {self._broken}. Some rows were stepped and some were not, "
+                f"rank {self._rank} of {self._world_size}: {self.log.broken}. Some rows are as before and some are not, "
                 "so this collection cannot be used any more. Start again from the last checkpoint."
             )
-
-    def _warn(self) -> None:
-        """Say once what went beyond the plan, or near the budget, in the batches so far."""
-        if self._moved_since_check and self._fits_so_far:
-            self._moved_since_check = False
-            self._warn_beyond_plan()
-        if self._host_budget_bytes and self._unchecked_bytes * 100 >= self._host_budget_bytes:
-            self._unchecked_bytes = 0
-            self._warn_near_budget()
-
-    def _warn_beyond_plan(self) -> None:
-        for t in [t for t in self._fits_so_far if self._group.counters(t).write_backs]:
-            self._fits_so_far.remove(t)
-            logger.warning(
-                "table %r (rank %d of %d): more rows live than planned_rows says (%s a rank); those beyond are in host "
-                "memory and move when they are needed. Raise planned_rows, or choose 'fused_uvm_caching'.",
-                self._tables[t].name,
-                self._rank,
-                self._world_size,
-                f"{self._tables[t].placed.planned_rows:,}",
-            )
-
-    def _warn_near_budget(self) -> None:
-        taken = sum(self._group.counters(t).host_bytes for t in range(len(self._tables)))
-        if taken < WARN_SHARE * self._host_budget_bytes:
-            return
-        logger.warning(
-            "rank %d of %d: the shards take %s bytes of host memory, %d %% of the budget of %s; a batch beyond it "
-            "is refused. Raise host_memory_bytes, give max_rows with full_policy='evict', or use more ranks.",
-            self._rank,
-            self._world_size,
-            f"{taken:,}",
-            100 * taken // self._host_budget_bytes,
-            f"{self._host_budget_bytes:,}",
-        )
-        self._host_budget_bytes = 0  # said once; the group keeps the budget
 
 
 class _PooledLookup(torch.autograd.Function):

@@ -8,7 +8,7 @@ from hybridrec.errors import CapacityError
 from hybridrec.native.protocol import Plan, PlanStatus
 
 if TYPE_CHECKING:
-    from hybridrec.distributed.lookup import ShardTable
+    from hybridrec.distributed.shard_table import ShardTable
 
 
 def refusal_error(plan: Plan, table: ShardTable | None, *, rank: int, world_size: int, slots: int) -> CapacityError:

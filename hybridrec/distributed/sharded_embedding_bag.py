@@ -180,8 +180,7 @@ class ShardedHashEmbeddingBagCollection(
 
     def unmap_batch(self, ctx: HashBatchContext) -> None:
         """Take a mapped batch back whose lookup did not begin. Newest first; it can be mapped again. Not collective."""
-        if ctx.mapped is not None and ctx.mapped.transaction is not None:
-            ctx.mapped.transaction.undo()
+        self.release_batch(ctx)
         ctx.mapped = None
 
     def release_batch(self, ctx: HashBatchContext) -> None:

@@ -16,10 +16,11 @@ from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.config import TableConfig
 from hybridrec.distributed.host_env import check_host_env
 from hybridrec.distributed.host_memory import HostBudget, local_world_size
-from hybridrec.distributed.lookup import PooledLookup, ShardTable
+from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.placement import Placement, place
 from hybridrec.distributed.planner_demand import TableDemand
 from hybridrec.distributed.planner_report import HybridPlanPolicy, SharderPlanning
+from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
 from hybridrec.distributed.verdict import agree
 from hybridrec.errors import BackendError, ConfigError

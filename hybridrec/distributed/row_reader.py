@@ -1,0 +1,92 @@
+"""Lookups that leave no trace: the batch's unique rows are copied to where a kernel of the same class looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridrec.backend import DeviceBackend
+from hybridrec.cache import TransactionLog
+from hybridrec.kernels.base import LookupKernel
+
+
+class RowReader:
+    """Copies rows of one collection, wherever they are (slot, store, or computed), into kernels of its own.
+
+    No batch may be planned and not moved. One caller at a time.
+    """
+
+    def __init__(
+        self,
+        kernels: Sequence[LookupKernel],
+        place_of_table: Sequence[tuple[int, int]],
+        log: TransactionLog,
+        backend: DeviceBackend,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            kernels: Whose slots hold the resident rows.
+            place_of_table: [T] x (kernel, table within it).
+            log: Of the shards.
+            backend: Of the device.
+            device: Where the kernels are.
+        """
+        self._kernels, self._place_of_table = kernels, list(place_of_table)
+        self._log, self._backend, self._device = log, backend, device
+        self._readers: list[LookupKernel] = []
+
+    def read(self, keys_N: Tensor, feature_offsets: Tensor, feature_table: Tensor) -> tuple[Tensor, list[LookupKernel]]:
+        """
+        Args:
+            keys_N: int64 [N], host memory.
+            feature_offsets: int64 [F + 1], host memory.
+            feature_table: int64 [F], host memory.
+
+        Returns:
+            int64 [N], host memory: where each key's row is; and the kernels, one for each of those given, that have them.
+        """
+        group = self._log.group
+        index_N, counts = torch.empty_like(keys_N), torch.empty(len(self._place_of_table), dtype=torch.int64)
+        handle = group.read_plan(keys_N, feature_offsets, feature_table, index_N, counts)
+        try:
+            readers = self._readers_for(counts.tolist())
+            buffers = [readers[k].slot_arrays(t).weights for k, t in self._place_of_table]
+            if self._backend.is_host_memory:
+                group.read_rows(handle, buffers, host_only=False)
+            else:
+                self._read_to_device(handle, buffers, counts.tolist())
+        finally:
+            group.end_read(handle)
+        return index_N, readers
+
+    def _read_to_device(self, handle: int, buffers: Sequence[Tensor], counts: Sequence[int]) -> None:
+        group = self._log.group
+        host = [torch.empty((n, b.shape[1])) for n, b in zip(counts, buffers, strict=True)]
+        group.read_rows(handle, host, host_only=True)
+        stream = self._backend.current_stream(self._device)
+        stream.wait_event(self._log.swapper.ready())  # rows of batches in flight may still be on their way in
+        for t, (rows, buffer) in enumerate(zip(host, buffers, strict=True)):
+            buffer[: rows.shape[0]].copy_(rows)
+            positions, slots = group.read_resident(handle, t)
+            kernel, table = self._place_of_table[t]
+            weights = self._kernels[kernel].slot_arrays(table).weights
+            buffer.index_copy_(0, positions.to(self._device), weights.index_select(0, slots.to(self._device)))
+        self._log.read_until(self._backend.record_event(stream))
+
+    def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
+        """Kernels with room for so many rows of each table."""
+        sizes: list[list[int]] = [[] for _ in self._kernels]
+        for (kernel, _), count in zip(self._place_of_table, counts, strict=True):
+            sizes[kernel].append(count)
+        if not self._readers:
+            self._readers = [
+                kernel.reader([max(1, n) for n in s]) for kernel, s in zip(self._kernels, sizes, strict=True)
+            ]
+        for reader, wanted in zip(self._readers, sizes, strict=True):
+            have = [t.num_slots for t in reader.spec.tables]
+            if any(n > h for n, h in zip(wanted, have, strict=True)):
+                reader.resize([max(h, n + n // 2) if n > h else h for n, h in zip(wanted, have, strict=True)])
+        return self._readers
