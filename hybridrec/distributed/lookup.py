@@ -384,8 +384,8 @@ class PooledLookup(nn.Module):
     def _require_whole(self) -> None:
         if self.log.broken:
             raise StateError(
-                f"rank {self._rank} of {self._world_size}: {self.log.broken}. Some rows are as before and some are not, "
-                "so this collection cannot be used any more. Start again from the last checkpoint."
+                f"rank {self._rank} of {self._world_size}: {self.log.broken}. Some rows are as before and some are "
+                "not, so this collection cannot be used any more. Start again from the last checkpoint."
             )
 
 

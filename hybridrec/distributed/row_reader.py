@@ -46,7 +46,7 @@ class RowReader:
             feature_table: int64 [F], host memory.
 
         Returns:
-            int64 [N], host memory: where each key's row is; and the kernels, one for each of those given, that have them.
+            int64 [N], host memory: where each key's row is; and the kernels that have them, one for each given.
         """
         group = self._log.group
         index_N, counts = torch.empty_like(keys_N), torch.empty(len(self._place_of_table), dtype=torch.int64)

@@ -65,8 +65,8 @@ class ShardWatch:
         if taken < WARN_SHARE * self._budget_bytes:
             return
         logger.warning(
-            "%s: the shards take %s bytes of host memory, %d %% of the budget of %s; a batch beyond it is refused. Raise "
-            "host_memory_bytes, give max_rows with full_policy='evict', or use more ranks.",
+            "%s: the shards take %s bytes of host memory, %d %% of the budget of %s; a batch beyond it is refused. "
+            "Raise host_memory_bytes, give max_rows with full_policy='evict', or use more ranks.",
             self._where,
             f"{taken:,}",
             100 * taken // self._budget_bytes,
