@@ -73,7 +73,7 @@ def registrations() -> list[Registration]:
 
 
 def _is_torchs(source: str) -> bool:
-    """torch's own files, its Python ones (FBGEMM's fake kernels are registered through them) or compiled ones."""
+    """Torch's own files, its Python ones (FBGEMM's fake kernels are registered through them) or compiled ones."""
     return source.startswith(tuple(torch.__path__)) or "/aten/src/" in source or "/torch/csrc/" in source
 
 
