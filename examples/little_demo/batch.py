@@ -115,20 +115,28 @@ class DataSet(ABC):
         return None
 
 
-class _Pass(IterableDataset[Batch]):
-    """One pass, for `DataLoader`: worker w of n makes batches w, w + n .. and the loader takes turns between them."""
+class _Pass(IterableDataset[Batch | DataError]):
+    """One pass, for `DataLoader`: worker w of n makes batches w, w + n .. and the loader takes turns between them.
+
+    An error is handed on like a batch. Raised in a worker process it would come out wrapped in that process's
+    traceback, and the loader would take seconds to end.
+    """
 
     def __init__(self, data: DataSet, share: Share, epoch: int | None) -> None:
         """Read nothing yet. The epoch is None for the rows held out."""
         super().__init__()
         self._data, self._share, self._epoch = data, share, epoch
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | DataError]:
         worker = get_worker_info()
         share = self._share if worker is None else replace(self._share, first=worker.id, step=worker.num_workers)
-        if self._epoch is None:
-            return self._data.test_batches(share)
-        return self._data.train_batches(share, self._epoch)
+        try:
+            if self._epoch is None:
+                yield from self._data.test_batches(share)
+            else:
+                yield from self._data.train_batches(share, self._epoch)
+        except DataError as error:
+            yield error
 
 
 def load(data: DataSet, share: Share, *, epochs: range | None, num_workers: int, pin_memory: bool) -> Iterator[Batch]:
@@ -140,10 +148,16 @@ def load(data: DataSet, share: Share, *, epochs: range | None, num_workers: int,
         epochs: Numbers of the passes over the rows to train on. None: one pass over those held out.
         num_workers: Processes that make the batches; 0: this one.
         pin_memory: Whether the dense part is to be in page-locked memory, for devices.
+
+    Raises:
+        DataError: While iterating, at the row in question.
     """
     for epoch in [None] if epochs is None else epochs:
         one_pass = _Pass(data, share, epoch)
-        yield from DataLoader(one_pass, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)
+        for batch in DataLoader(one_pass, batch_size=None, num_workers=num_workers, pin_memory=pin_memory):
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
 
 
 def choose_num_workers(data: DataSet, local_world_size: int) -> int:
