@@ -46,8 +46,9 @@ format: env  ## rewrite the Python sources as ruff formats them
 	$(PY) -m ruff check --fix-only --select I .
 	$(PY) -m ruff format .
 
-bench: env  ## measure one training step
+bench: env  ## measure one training step, and what the pipeline hides
 	@$(PY) -m benchmarks.step $(ARGS)
+	@$(PY) -m benchmarks.overlap
 
 clean:  ## remove .venv, build products and caches
 	rm -rf .venv build dist .stamps .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

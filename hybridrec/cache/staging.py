@@ -85,7 +85,7 @@ class Uploader:
                 position[tensor.dtype] = start + tensor.numel()
                 pinned = buffers[tensor.dtype][start : start + tensor.numel()].view(tensor.shape)
                 pinned.copy_(tensor)
-                copies.append(pinned.to(self._device, non_blocking=True))
+                copies.append(pinned.to(self._device, non_blocking=True, copy=True))
             event = self._backend.record_event(self._stream)
         for dtype in sizes:
             self._ring(dtype).give_back(event)
