@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 from collections.abc import Callable
@@ -36,8 +37,9 @@ SCENARIO = Scenario(optimizer="adam", cache="tenth", steps=30)
 class Run:
     """A pipeline and an oracle that are fed the same batches, and must never differ."""
 
-    def __init__(self, depth: int, scenario: Scenario = SCENARIO, **kwargs: Any) -> None:
-        self.scenario = scenario
+    def __init__(self, depth: int, scenario: Scenario | None = None, **kwargs: Any) -> None:
+        scenario = scenario or SCENARIO
+        self.scenario, self.device = scenario, torch.device(scenario.device)
         self.batches = all_batches(scenario)
         self.mine = mine(scenario, self.batches)
         self.dmp, self.pipeline = build_pipelined(scenario, self.batches, depth, **kwargs)
@@ -56,7 +58,7 @@ class Run:
     def plain_step(self, step: int) -> None:
         """One step without ``progress``."""
         self.pipeline._optimizer.zero_grad()
-        loss, output = self.dmp(self.mine[step])
+        loss, output = self.dmp(self.mine[step].to(self.device))
         loss.backward()
         self.pipeline._optimizer.step()
         self.same(output, self.oracle.step(self.batches[step], self._dense_optimizer), step)
@@ -65,7 +67,7 @@ class Run:
         """A direct forward in eval mode."""
         self.dmp.eval()
         with torch.no_grad():
-            _, output = self.dmp(self.mine[step])
+            _, output = self.dmp(self.mine[step].to(self.device))
         self.dmp.train()
         self.same(output, self.oracle.step(self.batches[step], self._dense_optimizer, train=False), step)
 
@@ -189,10 +191,10 @@ def direct_calls(depth: int) -> None:
 
 def forward_without_backward(depth: int) -> None:
     """A graph that the caller keeps pins its rows, and is undone when it goes; prefetch goes on around it."""
-    run = Run(depth, Scenario(optimizer="adam", cache="all", steps=30))
+    run = Run(depth, dataclasses.replace(SCENARIO, cache="all"))
     iterator = run.loader(0, 20)
     run.train(iterator, range(3))
-    loss, _ = run.dmp(run.mine[25])
+    loss, _ = run.dmp(run.mine[25].to(run.device))
     run.train(iterator, range(3, 6))
     del loss
     gc.collect()
@@ -269,9 +271,7 @@ def not_all_batches(depth: int) -> None:
 def two_pipelines(depth: int) -> None:
     """Two pipelines take turns on one model; each keeps its batches."""
     run = Run(depth)
-    other = HybridTrainPipelineSparseDist(
-        run.dmp, run.pipeline._optimizer, torch.device("cpu"), pipe_n_batch=max(1, depth - 1)
-    )
+    other = HybridTrainPipelineSparseDist(run.dmp, run.pipeline._optimizer, run.device, pipe_n_batch=max(1, depth - 1))
     first, second = run.loader(0, 10), run.loader(10, 20)
     mine_ = run.pipeline
     for k in range(5):
@@ -294,7 +294,7 @@ def dropped_pipeline(depth: int) -> None:
     settle(run.pipeline)
     run.pipeline = None
     gc.collect()
-    run.pipeline = HybridTrainPipelineSparseDist(run.dmp, optimizer, torch.device("cpu"), pipe_n_batch=depth)
+    run.pipeline = HybridTrainPipelineSparseDist(run.dmp, optimizer, run.device, pipe_n_batch=depth)
     check_pins(run.dmp)
     run.train(run.loader(4, 10), range(4, 10))
     run.check()
@@ -363,7 +363,7 @@ def exception_in_loader(depth: int) -> None:
 
 def refused_batch(depth: int) -> None:
     """A batch that one rank cannot take is left out on all; those before and behind it are trained."""
-    run = Run(depth, Scenario(optimizer="adam", cache="minimum", steps=30))
+    run = Run(depth, dataclasses.replace(SCENARIO, cache="minimum"))
     real = PooledLookup.map
     calls = itertools.count()
 

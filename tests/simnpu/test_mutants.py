@@ -11,8 +11,10 @@ import pytest
 from torch import Tensor
 
 from device_backends.base import AcceleratorBackend
+from hybridrec import HybridTrainPipelineSparseDist
 from hybridrec.cache.staging import StagingRing
 from hybridrec.cache.swap import StagedSwapper
+from hybridrec.distributed.in_flight import InFlightBatch
 from hybridrec.distributed.lookup import PooledLookup
 from tests.distributed.pipelines import run_pipeline_against_oracle
 from tests.distributed.scenario import Scenario
@@ -45,6 +47,34 @@ def reuse_staging_early() -> AbstractContextManager[Any]:
     return mock.patch.object(StagingRing, "give_back", lambda self, event: give_back(self, None))
 
 
+def forget_arrival() -> AbstractContextManager[Any]:
+    """Victims go to the store before their copy to the host is over."""
+    record = AcceleratorBackend.record_event
+
+    class Hasty:
+        def __init__(self, event: Any) -> None:
+            self.event = event
+
+        def synchronize(self) -> None:
+            """Does not wait."""
+
+        def wait(self, stream: Any) -> None:
+            self.event.wait(stream)
+
+    return mock.patch.object(AcceleratorBackend, "record_event", lambda self, stream: Hasty(record(self, stream)))
+
+
+def forget_the_batch() -> AbstractContextManager[Any]:
+    """The compute stream does not wait for the batch that the copy stream brings."""
+    copy = HybridTrainPipelineSparseDist._copy
+
+    def late(self: HybridTrainPipelineSparseDist, batch: InFlightBatch) -> None:
+        copy(self, batch)
+        batch.copied = self._backend.record_event(self._backend.current_stream(self._device))
+
+    return mock.patch.object(HybridTrainPipelineSparseDist, "_copy", late)
+
+
 def run_mutant(mutate: Callable[[], AbstractContextManager[Any]], scenario: Scenario) -> None:
     with mutate():
         run_pipeline_against_oracle(scenario, 3, delay_seed=3)
@@ -57,8 +87,14 @@ def run_mutant(mutate: Callable[[], AbstractContextManager[Any]], scenario: Scen
         (forget_ready, "without waiting for it"),
         (forget_fence, "without waiting for it"),
         (reuse_staging_early, "pinned memory of shape .* was changed"),
+        (forget_the_batch, "without waiting for it"),
     ],
 )
 def test_a_fault_in_the_order_is_caught(npu_pools: RankPools, mutate: Any, hazard: str) -> None:
     with pytest.raises(RankFailure, match=f"SyncHazard: (.|\n)*{hazard}"):
         npu_pools[1].run(run_mutant, mutate, Scenario(cache="tenth", steps=30, device="npu"))
+
+
+def test_victims_that_did_not_arrive_are_other_rows(npu_pools: RankPools) -> None:
+    with pytest.raises(RankFailure, match="step .*: (loss|table)|is not"):
+        npu_pools[1].run(run_mutant, forget_arrival, Scenario(cache="tenth", steps=30, device="npu"))
