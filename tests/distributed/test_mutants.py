@@ -33,7 +33,7 @@ def _around_swaps(mutate: Callable[[list[Tensor], list[Tensor]], None], *, victi
         weights[id(self), table] = arrays[0]
         bind(self, table, *arrays)
 
-    def mutated(self: HostMemorySwapper, plan: Plan) -> None:
+    def mutated(self: HostMemorySwapper, plan: Plan, *fence_and_lock: Any) -> None:
         strike = not done and plan.ordinal > 5 and plan.num_write_backs > 1 and plan.num_loads > 1
         if strike:
             done.append(plan.ordinal)
@@ -45,7 +45,7 @@ def _around_swaps(mutate: Callable[[list[Tensor], list[Tensor]], None], *, victi
             self._group.swap_slots(plan.ordinal, loaded, written)
         if strike and victims:
             mutate(mine, list(written.split(counts[:, 1].tolist())))
-        swap(self, plan)
+        swap(self, plan, *fence_and_lock)
         if strike and not victims:
             mutate(mine, list(loaded.split(counts[:, 0].tolist())))
 
