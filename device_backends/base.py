@@ -59,6 +59,10 @@ class AcceleratorBackend(abc.ABC):
         """``tensor``'s memory is given to nobody before what ``stream`` was given so far is done."""
         tensor.record_stream(stream)
 
+    def indexed(self, device: torch.device) -> torch.device:
+        """The device with an index: this thread's current one if it has none."""
+        return device if device.index is not None else torch.device(device.type, self._module().current_device())
+
     def use_device(self, device: torch.device) -> None:
         """Make it this thread's current device."""
         self._module().set_device(device)

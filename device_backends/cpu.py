@@ -59,6 +59,10 @@ class CpuBackend:
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Nothing uses it later."""
 
+    def indexed(self, device: torch.device) -> torch.device:
+        """There is one host."""
+        return device
+
     def use_device(self, device: torch.device) -> None:
         """Nothing to choose."""
 

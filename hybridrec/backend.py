@@ -57,6 +57,9 @@ class DeviceBackend(Protocol):
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """``tensor`` is used on ``stream`` too: its memory is given to nobody before that use is over."""
 
+    def indexed(self, device: torch.device) -> torch.device:
+        """The device with an index, where devices have one: this thread's current one if it has none."""
+
     def use_device(self, device: torch.device) -> None:
         """Make it this thread's current device. A new thread starts with the first one."""
 

@@ -57,6 +57,11 @@ class StagingRing:
         self._free.append((self._lent, event))
         self._lent = None
 
+    def reclaim(self) -> None:
+        """After an error, when the device is idle: whatever is lent is free."""
+        if self._lent is not None:
+            self.give_back(None)
+
 
 class Uploader:
     """Copies small host arrays of a batch to the device, through pinned memory, without waiting."""
@@ -90,6 +95,11 @@ class Uploader:
         for dtype in sizes:
             self._ring(dtype).give_back(event)
         return copies
+
+    def reclaim(self) -> None:
+        """After an error, when the device is idle: whatever is lent is free."""
+        for ring in self._rings.values():
+            ring.reclaim()
 
     def _ring(self, dtype: torch.dtype) -> StagingRing:
         if dtype not in self._rings:

@@ -12,7 +12,6 @@ for *ready*; nothing else on the device waits for the host or the other way roun
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -30,6 +29,9 @@ from hybridrec.types import SlotArrays
 class Swapper(Protocol):
     """Executes plans, one after the other, on one thread at a time."""
 
+    is_half_moved: bool
+    """An exception left a batch's rows claimed to be in slots where they are not: nothing can be trusted any more."""
+
     def swap(self, plan: Plan, fence: Any, lock: AbstractContextManager[Any]) -> None:
         """Victims out, rows in.
 
@@ -45,12 +47,17 @@ class Swapper(Protocol):
     def ready(self) -> Any:
         """Event behind everything that this swapper was given so far; None: it is done already."""
 
+    def slots_are_at(self, arrays: SlotArrays) -> None:
+        """A table's slots are new, or have moved there."""
+
     def flush(self, fence: Any, lock: AbstractContextManager[Any]) -> None:
         """Write every row that is newer in its slot back to the store. Rows stay in their slots."""
 
 
 class HostMemorySwapper:
     """For slots in host memory that were given to `ShardGroup.bind_slots`."""
+
+    is_half_moved = False  # the core moves all rows of a batch, or says what is wrong before
 
     def __init__(self, group: ShardGroup) -> None:
         self._group = group
@@ -65,6 +72,9 @@ class HostMemorySwapper:
 
     def ready(self) -> Any:
         return None
+
+    def slots_are_at(self, arrays: SlotArrays) -> None:
+        """The core is told by `ShardGroup.bind_slots`."""
 
     def flush(self, fence: Any, lock: AbstractContextManager[Any]) -> None:
         with lock:
@@ -99,8 +109,22 @@ class StagedSwapper:
         self._uploader = Uploader(backend, device, self._stream)
         self._loads = StagingRing(backend, torch.float32)
         self._victims = StagingRing(backend, torch.float32, num_buffers=1)
+        self.is_half_moved = False
 
     def swap(self, plan: Plan, fence: Any, lock: AbstractContextManager[Any]) -> None:
+        try:
+            self._swap(plan, fence, lock)
+        except BaseException:
+            self._reclaim()
+            raise
+
+    def _reclaim(self) -> None:
+        """Take back what is lent, once the device cannot look at it any more."""
+        self._backend.synchronize(self._device)
+        for owner in (self._loads, self._victims, self._uploader):
+            owner.reclaim()
+
+    def _swap(self, plan: Plan, fence: Any, lock: AbstractContextManager[Any]) -> None:
         num_loads = plan.num_loads + plan.num_inits
         if not num_loads:  # victims leave their slots only for rows that come
             return
@@ -120,6 +144,7 @@ class StagedSwapper:
                 self._read_slots(victim_slots, victims_per_table, victims)
             written = self._backend.record_event(self._stream)
         loads = self._loads.take(self._num_floats(loads_per_table))
+        self.is_half_moved = True
         with lock:
             self._group.gather_loads(plan.ordinal, loads)
         with self._backend.use_stream(self._stream):
@@ -130,12 +155,17 @@ class StagedSwapper:
             with lock:
                 self._group.scatter_victims(plan.ordinal, victims)
             self._victims.give_back(None)
+        self.is_half_moved = False
 
     def upload(self, tensors: list[Tensor]) -> list[Tensor]:
         return self._uploader.upload(tensors)
 
     def ready(self) -> Any:
         return self._backend.record_event(self._stream)
+
+    def slots_are_at(self, arrays: SlotArrays) -> None:
+        for array in (arrays.weights, *arrays.row_states, *arrays.row_wise_states):
+            self._backend.record_stream(array, self._stream)
 
     def flush(self, fence: Any, lock: AbstractContextManager[Any]) -> None:
         counts = torch.empty(len(self._record_floats), dtype=torch.int64)
@@ -150,13 +180,14 @@ class StagedSwapper:
             self._stream.wait_event(fence)
         per_table = counts.tolist()
         staging = self._victims.take(self._num_floats(per_table))
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._victims.give_back, None)
+        try:
             with self._backend.use_stream(self._stream):
                 self._read_slots(slots, per_table, staging)
             self._backend.record_event(self._stream).synchronize()
             with lock:
                 self._group.flush_records(staging)
+        finally:
+            self._reclaim()
 
     def _num_floats(self, rows_per_table: Sequence[int]) -> int:
         return sum(n * w for n, w in zip(rows_per_table, self._record_floats, strict=True))

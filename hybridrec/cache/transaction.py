@@ -40,6 +40,7 @@ class TransactionState(enum.Enum):
     UNDONE = "undone"
 
 
+_LOOK_AGAIN_SECONDS = 0.02
 _LEGAL = {
     "swap": {TransactionState.PLANNED},
     "start": {TransactionState.READY},
@@ -57,7 +58,8 @@ class BatchTransaction:
     def __init__(self, log: TransactionLog, plan: Plan, slots_N: Tensor) -> None:
         self._log = log
         self._state = TransactionState.PLANNED
-        self._last_use: tuple[int, Any] | None = None
+        self.last_use: tuple[int, Any] | None = None
+        """(its number, the event behind it) of the device's last use of the batch's slots."""
         self.plan = plan
         self.slots_N = slots_N
         """int64 [N], host memory: the slot of every id of the batch."""
@@ -93,7 +95,7 @@ class BatchTransaction:
 
     def used(self, event: Any) -> None:
         """The device has been given work that uses the batch's slots; ``event`` is behind it."""
-        self._last_use = self._log.number_of_use(), event
+        self.last_use = self._log.number_of_use(), event
 
     def commit(self) -> None:
         """The rows were updated: pins go, the journal becomes final in batch order. COMPUTING -> COMMITTED.
@@ -116,7 +118,6 @@ class BatchTransaction:
         """Ask for an undo at the log's next call: the graph was freed without a backward. Never blocks or raises."""
         if not self.is_final:
             self._log.abandoned.append(self)
-            self._log.released()
 
     def _require(self, call: str) -> None:
         if self._state not in _LEGAL[call]:
@@ -213,7 +214,7 @@ class TransactionLog:
         """For `BatchTransaction.undo`."""
         with self.lock:
             self._apply_posted()
-            self._move_fence(transaction._last_use)
+            self._move_fence(transaction.last_use)
             self.group.undo(transaction.ordinal)
         self.released()
 
@@ -223,10 +224,11 @@ class TransactionLog:
             return
         with self.lock:
             self._apply_posted()
-            batches = [self.abandoned.popleft() for _ in range(len(self.abandoned))]
-            for transaction in sorted(batches, key=lambda t: -t.ordinal):
-                if not transaction.is_final:
-                    transaction.undo()
+            while self.abandoned:
+                newest = max(self.abandoned, key=lambda t: t.ordinal)
+                self.abandoned.remove(newest)
+                if not newest.is_final:
+                    newest.undo()
 
     def flush(self) -> None:
         """Write every row that is newer in its slot back to the store. No batch may be planned and not moved."""
@@ -236,7 +238,7 @@ class TransactionLog:
 
     @property
     def num_releases(self) -> int:
-        """Batches that were committed, undone or abandoned, since construction: each may have let pins go."""
+        """Batches that were committed or undone, since construction: each may have let pins go."""
         return self._num_releases
 
     def wait_for_release(self, seen: int, may_wait: Callable[[], bool]) -> bool:
@@ -249,11 +251,12 @@ class TransactionLog:
         Returns:
             Whether a batch was released since.
         """
-        with self._news:
-            while self._num_releases == seen:
-                if not may_wait():
-                    return False
-                self._news.wait()
+        while self._num_releases == seen and not self.abandoned:
+            if not may_wait():
+                return False
+            with self._news:  # the collector of garbage may abandon a batch here, and takes no lock: look again
+                if self._num_releases == seen:
+                    self._news.wait(_LOOK_AGAIN_SECONDS)
         return True
 
     def wake(self) -> None:
@@ -270,7 +273,7 @@ class TransactionLog:
     def _apply_posted(self) -> None:
         while self._posted:
             transaction = self._posted.popleft()
-            self._move_fence(transaction._last_use)
+            self._move_fence(transaction.last_use)
             self.group.commit(transaction.ordinal)
 
     def _move_fence(self, use: tuple[int, Any] | None) -> None:

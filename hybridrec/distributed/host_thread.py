@@ -27,8 +27,8 @@ class Waiter(Protocol):
 class Job:
     """Work of the thread. Its exception is kept for whoever waits."""
 
-    def __init__(self, work: Callable[[Job], None]) -> None:
-        self._work: Callable[[Job], None] | None = work
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
         self._done = threading.Event()
         self.error: BaseException | None = None
 
@@ -52,7 +52,7 @@ class Job:
         work, self._work = self._work, None
         assert work is not None
         try:
-            work(self)
+            work()
         except BaseException as e:  # noqa: B036 - raised by whoever waits
             self.error = e
         finally:
@@ -73,7 +73,7 @@ class HostThread:
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, work: Callable[[Job], None]) -> Job:
+    def submit(self, work: Callable[[], None]) -> Job:
         """Run ``work`` after all jobs so far."""
         self._last = job = Job(work)
         self._jobs.put(job)

@@ -7,6 +7,7 @@ what happens when the iterator, the mode or the caller changes.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,9 @@ from hybridrec.distributed.stages import HostStages, stage
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import PipelineStats
 
+logger = logging.getLogger("hybridrec")
+
+MANY_SOURCES = 4
 MAX_DEPTH = 12
 """As deep as store evictions are decided alike; see docs/design/transaction.md, "Order"."""
 
@@ -82,9 +86,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 raise ConfigError(
                     f"optimizer has type {type(optimizer).__name__}, without {call}(). Pass an optimizer."
                 )
+        self._backend = resolve_backend(parsed.type)
+        parsed = self._backend.indexed(parsed)  # the host thread has a current device of its own
         super().__init__(model, optimizer, parsed, execute_all_batches=bool(execute_all_batches))
         self._model: nn.Module = model
-        self._backend = resolve_backend(parsed.type)
         self._return_loss, self._depth = bool(return_loss), pipe_n_batch
         has_streams = not self._backend.is_host_memory
         self._memcpy_stream = self._backend.make_stream(parsed) if has_streams else None
@@ -92,10 +97,17 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._calls = ModelCalls(self, self._backend, parsed, self._data_dist_stream)
         self._hashed = tuple(self._calls.check(model).values())
         self._thread: HostThread = host_thread_of(module.host_group for module in self._hashed)
+        self._is_single = all(module.host_group.size() == 1 for module in self._hashed)
         self._stages: HostStages | None = None
         self._sources: list[Source] = []
         self._num_taken = self._num_committed = self._num_dropped = 0
         self._clock = PipelineClock()
+        self._failure: BaseException | None = None
+        """What this rank raised, alone as far as it knows: the ranks' host threads may not be in step any more."""
+        self._has_warned_of_sources = False
+        self._bytes_before = (0, 0, 0)
+        now = self.stats()
+        self._bytes_before = (now.load_bytes, now.write_back_bytes, now.copied_bytes)
         self.computing: InFlightBatch | None = None
         """The batch whose forward runs now."""
 
@@ -118,8 +130,14 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         Raises:
             StopIteration: The iterator ended and its batches are computed. The next call asks the iterator again.
             HybridRecError: A rank refused the batch: it is left out, the shards are as before, and all ranks raise.
-            Exception: What the iterator, the model, the optimizer or a stage raised.
+            Exception: What the iterator, the model, the optimizer or a stage raised. Of several ranks one may be the
+                only one that knows, so that `reset`, on all of them, has to come before the next call.
+            StateError: It did not.
+
+        A batch is read, on another thread, until it was returned: an iterator must not write over what it gave. An
+        iterator that is left before its end keeps what was taken from it for when it comes back; `reset` lets go.
         """
+        self._require_whole()
         source = self._select(dataloader_iter)
         self._fill(source)
         if not source.queue:
@@ -131,8 +149,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         try:
             self._wait(source, batch)
             result = self._compute(source, batch)
-        except Exception:
-            self._give_up(source, batch)
+        except BaseException as e:
+            self._give_up(source, batch, e)
             raise
         source.queue.popleft()
         stages.release(batch)
@@ -141,7 +159,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         return result
 
     def stats(self) -> PipelineStats:
-        """What the pipeline did so far on this rank. Not collective; does not wait for the host thread."""
+        """What the pipeline did so far on this rank. Not collective."""
         tables = [table for module in self._hashed for table in module.stats()]
         return PipelineStats(
             depth=self._depth,
@@ -151,9 +169,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             batches_in_flight=sum(len(source.queue) for source in self._sources),
             stage_seconds=self._clock.stage_seconds(),
             stall_seconds=self._clock.stall_seconds(),
-            load_bytes=sum(table.load_bytes for table in tables),
-            write_back_bytes=sum(table.write_back_bytes for table in tables),
-            copied_bytes=sum(module.copied_bytes for module in self._hashed),
+            load_bytes=sum(table.load_bytes for table in tables) - self._bytes_before[0],
+            write_back_bytes=sum(table.write_back_bytes for table in tables) - self._bytes_before[1],
+            copied_bytes=sum(module.copied_bytes for module in self._hashed) - self._bytes_before[2],
         )
 
     def flush(self) -> None:
@@ -164,6 +182,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
 
     def reset(self) -> None:
         """Drop the batches in flight, and count them: what remains is the state after the committed ones."""
+        self._failure = None
         self.withdraw()
         for source in self._sources:
             self._drop(source)
@@ -186,8 +205,17 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             self._calls.detach()
             self._hashed = tuple(self._calls.check(model).values())
             self._thread = host_thread_of(module.host_group for module in self._hashed)
+            self._is_single = all(module.host_group.size() == 1 for module in self._hashed)
             self._model = self._model_fwd = model
         self._model_attached = True
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(
+            "TorchRec's stages are not this pipeline's: call progress(), reset(), flush(), detach(), attach()."
+        )
+
+    fill_pipeline = enqueue_batch = dequeue_batch = copy_batch_to_gpu = inplace_copy_batch_to_gpu = _refuse
+    start_sparse_data_dist = wait_sparse_data_dist = clear_sparse_data_dist_inputs = _refuse
 
     # ---- for the calls that stand in the model -------------------------------------------------------------------
 
@@ -227,6 +255,13 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         found = next((s for s in self._sources if s.iterator is iterator and s.mode == mode), None)
         self._sources = [s for s in self._sources if s.queue and s is not found]
         self._sources.append(found or Source(iterator=iterator, mode=mode))
+        if len(self._sources) > MANY_SOURCES and not self._has_warned_of_sources:
+            self._has_warned_of_sources = True
+            logger.warning(
+                "the pipeline holds batches of %d iterators that were left before their end, for when they come back. "
+                "reset() lets go of them.",
+                len(self._sources) - 1,
+            )
         return self._sources[-1]
 
     def _fill(self, source: Source) -> None:
@@ -332,20 +367,25 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         try:
             with stage(batch, "forward"):
                 losses, output = self._checked(self._model_fwd(batch.device))
+        except StopIteration as e:  # it would look like the iterator's end
+            raise RuntimeError("the model raised StopIteration") from e
         finally:
             self.computing = None
         if next_batch is not None:
             self._calls.wait_plain_sizes(next_batch)
         if batch.mode.is_training:
             with stage(batch, "backward"):
-                self._backward_of(losses)
+                self._backward(losses)
             with stage(batch, "optimizer"):
-                self._optimizer.step()
+                self._optimizer_step()
             self._num_committed += 1
         return (output, losses) if self._return_loss else output
 
-    def _backward_of(self, losses: Tensor) -> None:
+    def _backward(self, losses: Tensor) -> None:
         torch.sum(losses, dim=0).backward()
+
+    def _optimizer_step(self) -> None:
+        self._optimizer.step()
 
     def _checked(self, result: Any) -> tuple[Tensor, Any]:
         if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[0], Tensor):
@@ -355,19 +395,38 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             )
         return result[0], result[1]
 
-    def _give_up(self, source: Source, batch: InFlightBatch) -> None:
-        """A batch failed: it is left out, and the shards are as they were before it."""
+    def _give_up(self, source: Source, batch: InFlightBatch, error: BaseException) -> None:
+        """A batch failed: it is left out. Unless its rows were stepped already, the shards are as before it."""
         assert self._stages is not None
-        self.withdraw()
+        if self._stages.is_trained(batch):
+            self._num_committed += 1
+            error.add_note(f"Batch {batch.index} counts as committed: rows were stepped before this happened.")
+        else:
+            self._num_dropped += 1
+        source.queue.popleft()
+        if self._is_single:
+            if not batch.is_refused:
+                self.withdraw()
+        elif not batch.is_refused:
+            # The other ranks may know of nothing, and wait for this one in a collective: nothing collective here.
+            self._failure = error
         self._stages.release(batch)
         batch.move_to(BatchState.DROPPED)
-        source.queue.popleft()
-        self._num_dropped += 1
+
+    def _require_whole(self) -> None:
+        if self._failure is not None:
+            raise StateError(
+                f"this pipeline failed before, in a way that other ranks may not know of "
+                f"({type(self._failure).__name__}: {self._failure}). Call reset() on all ranks, then go on from batch "
+                f"{self._num_committed} (batches_committed), or start again from the last checkpoint."
+            ) from self._failure
 
     def _drop(self, source: Source) -> None:
         if source.queue:
             self.withdraw()
         for batch in source.queue:
+            if self._stages is not None:
+                self._stages.release(batch)
             batch.move_to(BatchState.DROPPED)
         self._num_dropped += len(source.queue)
         source.queue.clear()

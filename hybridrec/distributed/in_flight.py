@@ -4,7 +4,7 @@
 
     TAKEN --distribute--> DISTRIBUTED --map--> MAPPED --start--> COMPUTING --release--> RELEASED
                                ^                 |
-                               +------unmap------+            drop, from any state that is not final --> DROPPED
+                               +----withdraw-----+            drop, from any state that is not final --> DROPPED
 
 Only the training thread changes a state; the host thread works for a batch between a ``submit`` and its job's end.
 """
@@ -55,7 +55,7 @@ class Mode:
     """Whether each hashed collection trains."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageTime:
     """When a stage worked for a batch, by `time.perf_counter`."""
 
@@ -90,6 +90,8 @@ class InFlightBatch:
     mapping: Job | None = None
     must_not_wait: bool = False
     """The training thread waits for this batch: nothing that it waits for can come any more."""
+    is_refused: bool = False
+    """All ranks agreed that it cannot be mapped."""
     is_withdrawn: bool = False
     """The job that should have mapped it took it back instead."""
     times: list[StageTime] = field(default_factory=list)

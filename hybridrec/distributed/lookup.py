@@ -112,14 +112,14 @@ class PooledLookup(nn.Module):
         )
         self._num_slots = [table.placed.num_slots for table in self._tables]
         self._params = [nn.Parameter(self._slot_arrays(t).weights) for t in range(len(self._tables))]
-        for t in range(len(self._tables)):
-            self._publish_slots(t)
         if backend.is_host_memory:
             swapper: HostMemorySwapper | StagedSwapper = HostMemorySwapper(self._group)
         else:
             widths = [table.layout.record_floats for table in self._tables]
             swapper = StagedSwapper(self._group, self._slot_arrays, widths, backend, device)
         self.log = TransactionLog(self._group, swapper)
+        for t in range(len(self._tables)):
+            self._publish_slots(t)
         self._reader = RowReader(self._kernels, self._place_of_table, self.log, backend, device)
         if not backend.is_host_memory:  # what made the slots is still on its way
             self.log.read_until(backend.record_event(backend.current_stream(device)))
@@ -132,6 +132,7 @@ class PooledLookup(nn.Module):
         self.batches_in_flight = 1
         """How many batches a pipeline wants to have slots at a time: what growing slots make room for."""
         self._wanted_slots = [0] * len(self._tables)
+        self._wants_slots: set[int] = set()
         self._growing = [t for t, table in enumerate(self._tables) if table.placed.placement is Placement.HOST]
 
     @property
@@ -175,7 +176,7 @@ class PooledLookup(nn.Module):
         while True:
             seen = self.log.num_releases
             self.log.settle()
-            for t in self._growing:
+            for t in list(self._wants_slots):
                 self._grow_slots(t)
             planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
             if isinstance(planned, BatchTransaction):
@@ -207,11 +208,11 @@ class PooledLookup(nn.Module):
     def _move_rows(self, transaction: BatchTransaction) -> None:
         try:
             transaction.swap()
-        except Exception as e:
-            try:
-                transaction.undo()
-            except StateError:  # some rows moved, and some did not
+        except BaseException as e:
+            if self.log.swapper.is_half_moved:
                 self.log.broken = f"SWAP of batch {transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
+            else:
+                transaction.undo()
             raise
 
     def upload(self, tensor: Tensor) -> Tensor:
@@ -336,6 +337,7 @@ class PooledLookup(nn.Module):
         """Tell the group, and those who hold the parameter, where a table's slots are."""
         arrays = self._slot_arrays(table)
         self._params[table].data = arrays.weights
+        self.log.swapper.slots_are_at(arrays)
         if self._backend.is_host_memory:
             self._group.bind_slots(table, *arrays)
 
@@ -346,6 +348,7 @@ class PooledLookup(nn.Module):
             room = needed * self.batches_in_flight
             if room > now:
                 self._wanted_slots[table] = max(self._wanted_slots[table], room, now + now // 2)
+                self._wants_slots.add(table)
             return True
         return needed <= now
 
@@ -354,9 +357,9 @@ class PooledLookup(nn.Module):
 
         It does not while a batch is in flight in any table of its kernel, whose slots are about to move.
         """
-        wanted = self._wanted_slots[table]
-        if wanted <= self._num_slots[table]:
+        if table not in self._wants_slots:
             return False
+        wanted = self._wanted_slots[table]
         kernel, index = self._place_of_table[table]
         if any(self._group.counters(t).pins for t in self.kernel_tables(kernel)):
             return False
@@ -369,6 +372,7 @@ class PooledLookup(nn.Module):
                 self._group.resize_slots(table, wanted)
             except StateError as e:  # the host budget
                 self._wanted_slots[table] = 0
+                self._wants_slots.discard(table)
                 raise CapacityError(
                     f"table {name!r} (rank {self._rank} of {self._world_size}): {e} Raise host_memory_bytes, or make "
                     "the batch smaller."
@@ -377,6 +381,7 @@ class PooledLookup(nn.Module):
             self._kernels[kernel].resize(sizes)
             self._backend.synchronize(self._device)
             self._num_slots[table] = wanted
+            self._wants_slots.discard(table)
             for t in self.kernel_tables(kernel):
                 self._publish_slots(t)
         return True
@@ -396,17 +401,19 @@ class _PooledLookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, lookup: PooledLookup, batch: MappedBatch) -> Tensor:
         assert batch.transaction is not None
         batch.transaction.start()
-        ctx.lookup, ctx.batch = lookup, batch  # the batch brings its lease along
-        pooled, ctx.saved = lookup.compute(batch)
+        ctx.lookup, ctx.transaction = lookup, batch.transaction
+        pooled, saved = lookup.compute(batch)
+        ctx.pending = batch, saved  # the batch brings its lease along
         return pooled
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.batch.transaction.require_computing()
+        ctx.transaction.require_computing()
         ctx.lookup._require_whole()
-        saved, ctx.saved = ctx.saved, None
-        ctx.lookup.update(ctx.batch, saved, grad)
+        batch, saved = ctx.pending
+        ctx.pending = None  # a loss that is kept keeps no batch
+        ctx.lookup.update(batch, saved, grad)
         return None, None, None
 
 

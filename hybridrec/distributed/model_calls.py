@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec._compat.train_pipeline import rewrite_model
 from hybridrec.backend import DeviceBackend
@@ -116,6 +117,13 @@ class ModelCalls:
             del calls[name]
         for call in calls.values():
             is_hashed = isinstance(call.module, ShardedHashEmbeddingBagCollection)
+            if is_hashed and not _gets_kjt(call, batch):
+                logger.warning(
+                    "%s: the model makes the KeyedJaggedTensor that it passes, so this collection is not prefetched. "
+                    "Make it a field of the batch.",
+                    call.name,
+                )
+                continue
             (self.hashed if is_hashed else self._plain).append(call)
 
     def detach(self) -> None:
@@ -184,3 +192,12 @@ class ModelCalls:
     def _on_dist_stream(self) -> Any:
         stream = self._dist_stream
         return self._backend.use_stream(self._backend.current_stream(self._device) if stream is None else stream)
+
+
+def _gets_kjt(call: PipelinedCall, batch: Any) -> bool:
+    """Whether tracing found where in a batch a collection's KJT is. It loses what a forward makes of tensors."""
+    try:
+        args, kwargs = call.arguments_of(batch)
+    except Exception:  # this batch has no such field; the verdict will say so on all ranks
+        return True
+    return all(isinstance(value, KeyedJaggedTensor) for value in (*args, *kwargs.values()))

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
 from hybridrec._compat.train_pipeline import BaseForward
 from hybridrec.distributed.in_flight import InFlightBatch
 
@@ -92,22 +94,40 @@ class PipelinedCall(BaseForward):  # type: ignore[misc]
         return self._original(*args, **kwargs)
 
     def _is_as_traced(self, batch: InFlightBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the model passes what tracing it said that it would.
-
-        An argument that tracing builds anew each time (a KJT that the forward constructs) cannot be compared.
-        """
-        expected, again = (self.args.build_args_kwargs(batch.device) for _ in range(2))
-        positional = zip(expected[0], again[0], args, strict=False)
-        named = ((expected[1].get(name), again[1].get(name), value) for name, value in kwargs.items())
-        differs = any(first is second and first is not given for first, second, given in (*positional, *named))
-        if differs and not self._has_warned:
+        """Whether the model passes what tracing it said that it would."""
+        expected, named = self.args.build_args_kwargs(batch.device)
+        is_same = (
+            len(args) == len(expected)
+            and kwargs.keys() == named.keys()
+            and all(map(_is_same, expected, args))
+            and all(_is_same(named[name], value) for name, value in kwargs.items())
+        )
+        if not is_same and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s: the model passes something else than what tracing its forward found, so this call is not "
-                "prefetched. A branch in forward that decides what is looked up cannot be traced.",
+                "prefetched. Pass a field of the batch as it is, and decide outside forward what is looked up.",
                 self.name,
             )
-        return not differs
+        return is_same
+
+
+def _is_same(expected: Any, given: Any) -> bool:
+    """Whether two arguments are one object, or KJTs of the same tensors."""
+    if expected is given:
+        return True
+    if not isinstance(expected, KeyedJaggedTensor) or not isinstance(given, KeyedJaggedTensor):
+        return False
+    bounds = (  # either may be computed from the other, by whoever asks first
+        (expected.lengths_or_none(), given.lengths_or_none()),
+        (expected.offsets_or_none(), given.offsets_or_none()),
+    )
+    return (
+        expected.keys() == given.keys()
+        and expected.values() is given.values()
+        and expected.weights_or_none() is given.weights_or_none()
+        and any(first is not None and first is second for first, second in bounds)
+    )
 
 
 def calls_of(module: Any) -> PipelinedCall | None:

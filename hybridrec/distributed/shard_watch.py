@@ -14,10 +14,12 @@ logger = logging.getLogger("hybridrec")
 
 WARN_SHARE = 0.8
 """Of the host budget: what is taken beyond it is said once."""
+_EVERY = 16
+"""Batches; asking every table at each of them takes milliseconds where there are a thousand."""
 
 
 class ShardWatch:
-    """Looks at counters rarely: where batches moved rows back, and after each hundredth of the budget."""
+    """Looks at counters rarely: every so many batches that moved rows back, and after each hundredth of the budget."""
 
     def __init__(self, group: ShardGroup, tables: Sequence[ShardTable], *, where: str, host_budget_bytes: int) -> None:
         """
@@ -30,20 +32,20 @@ class ShardWatch:
         self._group, self._tables, self._where = group, list(tables), where
         # Tables that were planned to fit their slots and have not been seen to exceed them.
         self._fits_so_far = [t for t, s in enumerate(tables) if s.placed.placement is Placement.DEVICE]
-        self._has_moved = False
+        self._num_moved, self._look_at = 0, 1
         self._budget_bytes = host_budget_bytes
         self._unchecked_bytes = 0
         self._largest_row_bytes = max(t.layout.store_bytes + t.layout.index_bytes for t in tables)
 
     def planned(self, plan: Plan) -> None:
         """A batch was planned."""
-        self._has_moved |= plan.num_write_backs > 0
+        self._num_moved += plan.num_write_backs > 0
         self._unchecked_bytes += plan.num_inits * self._largest_row_bytes
 
     def warn(self) -> None:
         """Say what went beyond the plan, or near the budget, in the batches so far."""
-        if self._has_moved and self._fits_so_far:
-            self._has_moved = False
+        if self._fits_so_far and self._num_moved >= self._look_at:
+            self._look_at = self._num_moved + _EVERY
             self._warn_beyond_plan()
         if self._budget_bytes and self._unchecked_bytes * 100 >= self._budget_bytes:
             self._unchecked_bytes = 0

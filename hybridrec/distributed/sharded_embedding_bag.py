@@ -110,8 +110,13 @@ class ShardedHashEmbeddingBagCollection(
         return HashBatchContext(is_training=self._trains())
 
     def input_dist(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
-        """DIST. A batch that this rank cannot use is replaced by an empty one, so that nobody waits in vain."""
+        """DIST. A batch that this rank cannot use is replaced by an empty one, so that nobody waits in vain.
+
+        With an error in the context ``features`` is not looked at.
+        """
         settle_host_thread(self._host_group)
+        if ctx.error is not None:
+            return self._send(ctx, self._feature_order.empty())
         try:
             check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
             self._check_weights_need_no_grad(features, ctx.is_training)
@@ -122,6 +127,9 @@ class ShardedHashEmbeddingBagCollection(
                 raise
             ctx.error = e
             features = self._feature_order.empty()
+        return self._send(ctx, features)
+
+    def _send(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         if self._columns.has_mean:
             ctx.divisors = self._columns.divisors(features.lengths().view(len(features.keys()), features.stride()))
         ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key()))

@@ -10,25 +10,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
 
 import torch
 from torch.autograd.profiler import record_function
 
 from hybridrec.backend import DeviceBackend
+from hybridrec.cache import TransactionState
 from hybridrec.distributed.host_thread import HostThread
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, StageTime
-from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.verdict import Withdrawn
-
-
-class PipelinedCall(Protocol):
-    """A hashed collection, and how its arguments come out of a batch."""
-
-    module: ShardedHashEmbeddingBagCollection
-
-    def arguments_of(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
-        """What the model's forward passes to the collection for a batch."""
 
 
 @contextlib.contextmanager
@@ -67,12 +58,12 @@ class HostStages:
     def distribute(self, batch: InFlightBatch) -> None:
         """DIST: begin to send the batch's ids to their owners."""
         batch.contexts = [call.module.create_context() for call in self._calls]
-        batch.distributing = self._thread.submit(lambda job: self._distribute(batch))
+        batch.distributing = self._thread.submit(lambda: self._distribute(batch))
 
     def map(self, batch: InFlightBatch) -> None:
         """MAP, the ranks' verdict and SWAP."""
         batch.is_withdrawn = False
-        batch.mapping = self._thread.submit(lambda job: self._map(batch))
+        batch.mapping = self._thread.submit(lambda: self._map(batch))
 
     def wait_mapped(self, batch: InFlightBatch) -> bool:
         """Return when a batch, the next to compute, is mapped and its rows move.
@@ -113,6 +104,11 @@ class HostStages:
                 batch.move_to(BatchState.DISTRIBUTED)
         self._has_withdrawn = False
 
+    def is_trained(self, batch: InFlightBatch) -> bool:
+        """Whether the rows of any collection were stepped with the batch."""
+        transactions = [c.mapped.transaction for c in batch.contexts if c.mapped is not None]
+        return any(t is not None and t.state is TransactionState.COMMITTED for t in transactions)
+
     def release(self, batch: InFlightBatch) -> None:
         """The batch's step is over, well or not: what its backward did not train is undone."""
         for call, context in reversed(list(zip(self._calls, batch.contexts, strict=True))):
@@ -133,14 +129,19 @@ class HostStages:
                 self._stream.wait_event(batch.arrived)
             requests = []
             for call, context in zip(self._calls, batch.contexts, strict=True):
-                args, kwargs = call.arguments_of(batch.host)
+                try:
+                    args, kwargs = call.arguments_of(batch.host)
+                except (
+                    Exception
+                ) as e:  # the other ranks wait for this one's ids: it has none, and says so in the verdict
+                    context.error, args, kwargs = e, [None], {}
                 requests.append(call.module.input_dist(context, *args, **kwargs))
             batch.dist_inputs = [request.wait() for request in requests]  # sizes are known, ids are on their way
 
     def _map(self, batch: InFlightBatch) -> None:
         assert batch.distributing is not None
         if batch.distributing.error is not None:
-            return  # `wait_mapped` raises it
+            return  # the group is broken: `wait_mapped` raises it
         if self._has_withdrawn:
             batch.is_withdrawn = True
             return
@@ -170,6 +171,9 @@ class HostStages:
             is_mapped = False
             try:
                 is_mapped = call.module.map_batch(context, batch.dist_inputs[c], may_wait)
+            except Exception:
+                batch.is_refused = True
+                raise
             finally:
                 if not is_mapped:
                     for earlier, its_context in reversed(pairs[:c]):

@@ -51,6 +51,8 @@ class TbeKernel(LookupKernel):
 
     def _allocate(self) -> None:
         self._tbe = _build_tbe(self.spec, self._learning_rate)
+        # Slots grow on a thread of their own: the rate may have been set while FBGEMM's module was made.
+        self._tbe.set_learning_rate(self._learning_rate)
         weights = self._tbe.split_embedding_weights()
         states = self._tbe.split_optimizer_states()
         self._slot_arrays = []
@@ -76,9 +78,8 @@ class TbeKernel(LookupKernel):
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if value != self._learning_rate:
-            self._learning_rate = float(value)
-            self._tbe.set_learning_rate(self._learning_rate)
+        self._learning_rate = float(value)
+        self._tbe.set_learning_rate(self._learning_rate)
 
     def forward(self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, object]:
         """See `LookupKernel.forward`."""

@@ -48,6 +48,29 @@ def plain(name: str, *features: str) -> EmbeddingBagCollection:
     )
 
 
+class PropertyBatch(PipelineBatch):
+    """With what is made of its fields."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PropertyBatch:
+        return PropertyBatch(self.features.to(device), self.labels.to(device))
+
+    @property
+    def values(self) -> Tensor:
+        return self.features.values()
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.features.lengths()
+
+    @property
+    def kjt(self) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(keys=list(FEATURES), values=self.values, lengths=self.lengths)
+
+    @property
+    def shifted(self) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(keys=list(FEATURES), values=self.values + 1, lengths=self.lengths)
+
+
 class Head(nn.Module):
     """What all models of this file end with."""
 
@@ -121,6 +144,31 @@ class Switched(Head):
         return self.score([self.first(features).values(), self.second(batch.features).values()], batch.labels)
 
 
+class Rebuilt(Head):
+    """The batch's field is a property that makes a KJT of the same tensors anew; then the model passes another one."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.first = hashed("t1", "a")
+        self.is_other_way = False
+
+    def forward(self, batch: PropertyBatch) -> tuple[Tensor, Tensor]:
+        return self.score([self.first(batch.shifted if self.is_other_way else batch.kjt).values()], batch.labels)
+
+
+class Built(Head):
+    """The forward makes the KJT: tracing cannot say of what, so the collection is not prefetched."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.first = hashed("t1", "a")
+        self.second = hashed("t2", "c")
+
+    def forward(self, batch: PropertyBatch) -> tuple[Tensor, Tensor]:
+        kjt = KeyedJaggedTensor(keys=list(FEATURES), values=batch.values, lengths=batch.lengths)
+        return self.score([self.first(kjt).values(), self.second(batch.features).values()], batch.labels)
+
+
 class Unused(Head):
     """One collection does not reach the loss: its rows are never stepped, and must not stay pinned by the output."""
 
@@ -171,14 +219,14 @@ def build(model: Head) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     return dmp, CombinedOptimizer([dmp.fused_optimizer, dense])
 
 
-def batches() -> list[PipelineBatch]:
+def batches() -> list[PropertyBatch]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     result = []
     for _ in range(STEPS):
         lengths = torch.randint(0, 4, (len(FEATURES) * 5,), generator=generator)
         ids = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
         result.append(
-            PipelineBatch(
+            PropertyBatch(
                 KeyedJaggedTensor(keys=list(FEATURES), values=ids, lengths=lengths),
                 torch.rand(5, generator=generator),
             )
@@ -194,7 +242,7 @@ def losses(model_class: Callable[[], Head], depth: int) -> list[float]:
     iterator = iter(data)
     result, kept = [], []
     for step in range(STEPS):
-        if isinstance(dmp.module, Switched):
+        if isinstance(dmp.module, (Switched, Rebuilt)):
             dmp.module.is_other_way = step in (7, 8, 11)
         if pipeline is None:
             optimizer.zero_grad()
@@ -220,7 +268,7 @@ def same_as_the_plain_loop(model_class: Callable[[], Head], depth: int) -> None:
     assert got == expected
 
 
-@pytest.mark.parametrize("model_class", [TwoCollections, Derived, Repeated, Switched, Unused])
+@pytest.mark.parametrize("model_class", [TwoCollections, Derived, Repeated, Switched, Rebuilt, Built, Unused])
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_models_train_as_in_the_plain_loop(pool_2: RankPool, model_class: Callable[[], Head], depth: int) -> None:
     pool_2.run(same_as_the_plain_loop, model_class, depth)

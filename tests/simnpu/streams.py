@@ -116,13 +116,16 @@ def device(device: Any) -> Iterator[None]:
 
 
 def set_device(device: Any) -> None:
-    """Accepts 0, "npu", "npu:0".
+    """Accepts 0 and "npu:0".
 
     Raises:
+        ValueError: No index, as torch's own refuses it.
         RuntimeError: Another ordinal.
     """
     index = device if isinstance(device, int) else torch.device(device).index
-    if index not in (None, 0):
+    if index is None:
+        raise ValueError(f"expected a device with an index, got {device}")
+    if index != 0:
         raise RuntimeError(f"invalid device ordinal: {device} (a process of the simulated machine sees npu:0 alone)")
 
 
