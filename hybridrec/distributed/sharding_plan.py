@@ -25,8 +25,8 @@ def get_default_hybrid_sharders(
 
     Args:
         host_env: Environment whose process group is a gloo group of all ranks, for example
-            ``ShardingEnv(world_size=w, rank=r, pg=dist.new_group(backend="gloo"))``. The group is for hybridrec alone: a
-            pipeline uses it on a thread of its own.
+            ``ShardingEnv(world_size=w, rank=r, pg=dist.new_group(backend="gloo"))``. The group is for hybridrec alone:
+            a pipeline uses it on a thread of its own.
         host_memory_bytes: Host memory that the shards of all hashed collections on one rank may take together. None:
             0.8 x min(cgroup limit, available memory) / LOCAL_WORLD_SIZE.
 

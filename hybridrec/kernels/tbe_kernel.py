@@ -50,9 +50,10 @@ class TbeKernel(LookupKernel):
         self._allocate()
 
     def _allocate(self) -> None:
-        self._tbe = _build_tbe(self.spec, self._learning_rate)
-        # Slots grow on a thread of their own: the rate may have been set while FBGEMM's module was made.
-        self._tbe.set_learning_rate(self._learning_rate)
+        rate = self._learning_rate
+        self._tbe = _build_tbe(self.spec, rate)
+        self._applied = self._tbe, rate
+        self._apply_rate()  # slots grow on a thread of their own: it may have been set while FBGEMM's module was made
         weights = self._tbe.split_embedding_weights()
         states = self._tbe.split_optimizer_states()
         self._slot_arrays = []
@@ -79,7 +80,14 @@ class TbeKernel(LookupKernel):
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         self._learning_rate = float(value)
-        self._tbe.set_learning_rate(self._learning_rate)
+        self._apply_rate()
+
+    def _apply_rate(self) -> None:
+        """Tell FBGEMM's module, unless it has been told: it writes a tensor that pending lookups may have saved."""
+        wanted = self._tbe, self._learning_rate
+        if wanted != self._applied:
+            self._applied = wanted
+            self._tbe.set_learning_rate(self._learning_rate)
 
     def forward(self, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> tuple[Tensor, object]:
         """See `LookupKernel.forward`."""
