@@ -60,7 +60,12 @@ class TableStats:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStats:
-    """One train pipeline on one rank, since it was made."""
+    """One train pipeline on one rank, since it was made. ``str`` of it is a table.
+
+    Stages: "load", "copy", "forward", "backward" and "optimizer" run on the caller's thread; "dist", "wait" (for the
+    ids of other ranks), "map" and "swap" on the host thread, ahead of training. Training stalls in a stage while it
+    can only wait for it, and in "queue" while the host thread works for batches before.
+    """
 
     depth: int
     """Batches taken and not yet released, the computing one included, that the pipeline aims at."""
@@ -83,3 +88,18 @@ class PipelineStats:
     """Rows that moved from the device to the host's store."""
     copied_bytes: int
     """Ids that came on the device and were copied to the host."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"depth {self.depth}: {self.batches_committed:,} batches committed, {self.batches_in_flight} in flight, "
+            f"{self.batches_dropped} dropped",
+            f"{'stage':10} {'worked, s':>10} {'stalled, s':>10}",
+        ]
+        for stage in dict.fromkeys([*self.stage_seconds, *self.stall_seconds]):
+            worked, stalled = (seconds.get(stage, 0.0) for seconds in (self.stage_seconds, self.stall_seconds))
+            lines.append(f"{stage:10} {worked:10.2f} {stalled:10.2f}")
+        lines.append(
+            f"{self.load_bytes:,} bytes of rows to the device, {self.write_back_bytes:,} to the host; "
+            f"{self.copied_bytes:,} bytes of ids came on the device"
+        )
+        return "\n".join(lines)

@@ -16,7 +16,7 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding, Shardin
 from hybridrec._compat.planner import PLANNING_ATTRIBUTE, TIERS_ATTRIBUTE, default_capacities
 from hybridrec.backend import HOST, resolve_backend
 from hybridrec.distributed.host_memory import HostBudget, local_world_size
-from hybridrec.distributed.placement import ShardPlacement
+from hybridrec.distributed.placement import Placement, ShardPlacement
 from hybridrec.distributed.planner_demand import TableDemand, TierBytes
 from hybridrec.distributed.planner_policy import PlanningSession
 from hybridrec.distributed.planner_refusal import aligned, human
@@ -54,7 +54,13 @@ def planned_tables(plan: ShardingPlan, module: nn.Module, sharders: Iterable[Mod
     tables = []
     by_type = {sharder.module_type: sharder for sharder in sharders if hasattr(sharder, PLANNING_ATTRIBUTE)}
     for path, table_plans in plan.plan.items():
-        collection = module.get_submodule(path)
+        try:
+            collection = module.get_submodule(path)
+        except AttributeError:
+            raise ConfigError(
+                f"module has no {path!r}, which the plan names. Pass the model as it was planned, before "
+                "DistributedModelParallel wraps it."
+            ) from None
         sharder = by_type.get(type(collection))
         if sharder is None:
             continue
@@ -85,6 +91,9 @@ def describe_plan(
 
     Returns:
         Lines; the largest 50 tables and the sum of all. Bytes are those once the planned rows live.
+
+    Raises:
+        ConfigError: ``module`` is not what was planned, for example wrapped already.
     """
     tables = planned_tables(plan, module, sharders)
     largest = sorted(tables, key=lambda t: (-t.taken.device - t.taken.host, t.demand.name))[:MAX_LISTED]
@@ -95,7 +104,7 @@ def describe_plan(
             (
                 repr(table.demand.name),
                 table.placed.placement.value,
-                f"{device_rows:,}",
+                f"{device_rows:,}" + ("+" if table.placed.placement is Placement.HOST else ""),
                 human(table.taken.device),
                 f"{0 if device_rows >= all_rows else all_rows:,}",
                 human(table.taken.host),
@@ -108,8 +117,11 @@ def describe_plan(
     if topology is not None:
         storage = topology.devices[0].storage
         device = "(host)" if topology.compute_device == HOST.type else human(storage.hbm)
-        rows.append(("capacity", "", "", device, "", human(storage.ddr)))
-    return "\n".join(["hashed tables, of one rank:", *aligned(rows)])
+        rows.append(("capacity by topology", "", "", device, "", human(storage.ddr)))
+    lines = ["hashed tables, of one rank:", *aligned(rows)]
+    if any(table.placed.placement is Placement.HOST for table in tables):
+        lines.append("+ at the start; grows to the rows of the batches in flight, which the plan accounts besides")
+    return "\n".join(lines)
 
 
 class HybridPlanPolicy:
