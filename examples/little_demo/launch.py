@@ -58,7 +58,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu":
         return torch.device(name)
     if name == "npu":
-        importlib.import_module("torch_npu")  # teaches torch the device
+        _import_torch_npu()
     count = torch.get_device_module(name).device_count()
     if count == 0:
         raise SystemExit(f"--device {name}: torch {torch.__version__} finds none on this machine. Pass --device cpu.")
@@ -68,6 +68,28 @@ def choose_device(name: str, local_rank: int) -> torch.device:
             f"Pass --ranks {count}, or --device cpu."
         )
     return torch.device(name, local_rank)
+
+
+def _import_torch_npu() -> None:
+    """Teach torch the device "npu".
+
+    Raises:
+        SystemExit: The package is missing or cannot be used.
+    """
+    try:
+        importlib.import_module("torch_npu")
+    except ModuleNotFoundError as error:
+        if error.name != "torch_npu":
+            raise  # an installation with a hole: the trace says where
+        raise SystemExit(
+            "--device npu: torch_npu is not installed. Install hybridrec[npu] in a fresh environment, or pass "
+            "--device cpu."
+        ) from None
+    except (ImportError, OSError, RuntimeError) as error:  # libraries of CANN that are not found, another torch
+        raise SystemExit(
+            f"--device npu: torch_npu cannot be imported ({error}). Source CANN's set_env.sh in this shell, or pass "
+            "--device cpu."
+        ) from None
 
 
 def check_batch_size(batch_size: int, world_size: int) -> None:

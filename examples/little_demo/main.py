@@ -6,6 +6,7 @@ What differs from a TorchRec script is marked (hybridrec). `run.sh` starts it.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -270,11 +271,16 @@ def main(args: argparse.Namespace) -> int:
 
     Returns:
         Exit status.
+
+    Raises:
+        SystemExit: The options do not fit, or the data is not what it should be, which stderr says by then.
     """
     ranks = join_ranks(args)
     try:
         status = run(args, ranks)
     except DataError as error:
-        raise SystemExit(f"rank {ranks.rank}: {error}") from None
+        # Text and newline in one write, so that ranks that fail together do not share a line: SystemExit takes two.
+        sys.stderr.write(f"rank {ranks.rank}: {error}\n")
+        raise SystemExit(1) from None
     leave_ranks(ranks)
     return status

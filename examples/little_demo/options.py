@@ -44,7 +44,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=_positive,
         default=3,
         metavar="N",
-        help=f"batches in the pipeline, 1 to {MAX_DEPTH}; 1: one after the other. Changes no loss (default: 3)",
+        help=f"batches in the pipeline, 1 to {MAX_DEPTH}; 1: one after the other. Sizes the caches, changes no loss "
+        "(default: 3)",
     )
     add(
         "--workers",
@@ -73,7 +74,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--picture",
         type=Path,
         metavar="FILE.png",
-        help="draw loss and hit rate there (default: out/little_demo.png of this checkout). Needs matplotlib",
+        help="draw loss and hit rate there (default: out/little_demo.png of this checkout, overwritten by every run). "
+        "Needs matplotlib",
     )
     out.add_argument(
         "--tensorboard", type=Path, metavar="DIR", help="log loss, hit rates and AUC there. Needs tensorboard"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import os
 import random
@@ -10,18 +11,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from examples.little_demo import main
-from examples.little_demo.batch import Share, load
+from examples.little_demo.batch import DataError, Share, load
 from examples.little_demo.criteo import Criteo
 from examples.little_demo.history import Recorder
 from examples.little_demo.launch import Ranks
 from examples.little_demo.movielens import MovieLens, Ratings, load_ratings
+from examples.little_demo.options import parse_args
 from examples.little_demo.powerlaw import PowerLaw, PowerLawSizes
 from examples.little_demo.report import gather_stats, hit_rate
 from examples.little_demo.tables import build_tables
@@ -290,8 +292,38 @@ def test_launcher_says_which_line_is_wrong_and_fails(tmp_path: Path) -> None:
     (tmp_path / "day_0").write_text(good * 40 + "what\n" + good * 40)
     done = run_demo("--device", "cpu", "--data", "criteo", "--path", "day_0", "--workers", "1", folder=tmp_path)
     assert done.returncode == 1
-    assert "day_0, line 41: 1 fields. 40 with a tab between them are expected" in done.stderr
+    told = [line for line in done.stderr.splitlines() if "day_0, line 41" in line]
+    assert 1 <= len(told) <= 2  # torchrun may end the other rank before it has its say
+    for line in told:
+        assert re.match(r"rank [01]: \S*day_0, line 41: 1 fields\. 40 with a tab between them are expected", line)
+        assert line.count("line 41") == 1
     assert "Traceback" not in done.stderr
+
+
+class Writes(io.StringIO):
+    """Remembers what each write brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.all.append(text)
+        return len(text)
+
+
+def test_a_rank_tells_wrong_data_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_data(*_: object) -> int:
+        raise DataError("day_0, line 41: malformed")
+
+    ranks = Ranks(rank=1, world_size=2, local_world_size=2, device=CPU, host_group=cast(dist.ProcessGroup, None))
+    monkeypatch.setattr(main, "join_ranks", lambda _: ranks)
+    monkeypatch.setattr(main, "run", wrong_data)
+    written = Writes()
+    monkeypatch.setattr(sys, "stderr", written)
+    with pytest.raises(SystemExit) as ended:
+        main.main(parse_args([]))
+    assert (ended.value.code, written.all) == (1, ["rank 1: day_0, line 41: malformed\n"])
 
 
 def test_launcher_explains_itself_without_starting_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from types import SimpleNamespace
@@ -87,6 +88,33 @@ def test_missing_device_is_refused(count: int, message: str, monkeypatch: pytest
     monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(device_count=lambda: count))
     with pytest.raises(SystemExit, match=message):
         launch.choose_device("cuda", local_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ModuleNotFoundError("No module named 'torch_npu'", name="torch_npu"),
+            r"^--device npu: torch_npu is not installed\. Install hybridrec\[npu\] .* or pass --device cpu\.$",
+        ),
+        (
+            ImportError("libhccl.so: cannot open shared object file"),
+            r"^--device npu: torch_npu cannot be imported \(libhccl\.so: .*set_env\.sh .* or pass --device cpu\.$",
+        ),
+    ],
+    ids=["missing", "broken"],
+)
+def test_npu_without_its_package_is_refused(error: ImportError, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        assert name == "torch_npu"
+        raise error
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "torchrun", started.append)
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(SystemExit, match=message):
+        launch.start_ranks(parse_args(["--device", "npu"]), ["--device", "npu"])
+    assert started == []
 
 
 def test_only_the_libraries_are_quietened(monkeypatch: pytest.MonkeyPatch) -> None:

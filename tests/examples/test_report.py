@@ -63,11 +63,11 @@ def test_stages_are_told_a_batch() -> None:
         copied_bytes=0,
     )
     assert report.stage_lines(pipeline) == [
-        "pipeline of rank 0, depth 3, milliseconds a batch (10 batches)",
-        "stage        works  is waited for",
-        "load          1.00           0.00",
-        "map         125.00           0.50",
-        "forward      10.00           0.00",
-        "queue                        2.00",
+        "pipeline of rank 0, depth 3, mean of 10 batches",
+        "stage       stage ms  stall ms",
+        "load            1.00      0.00",
+        "map           125.00      0.50",
+        "forward        10.00      0.00",
+        "queue                     2.00",
         "rows moved a batch: 2.0 KiB to the device, 0.5 KiB to the host",
     ]
