@@ -53,9 +53,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m hybridrec.doctor",
         description="Say what of this machine and of its installation training can use, and what to do about the rest. "
-        "Every check has a time limit.",
+        "That takes about half a minute, more if the machine is busy or has accelerators to test. Every check has a "
+        "time limit.",
         epilog="Status of a line: ok; off (not there and not needed); warn (works, but slower, less safe or not what "
-        "was tested); fail. Exit status: 0 if training on the device can start, else 1.",
+        "was tested); fail. Exit status: 0 if training on the device can start, 1 if it cannot, "
+        "2 if an option is wrong.",
     )
     add = parser.add_argument
     add("--device", default="auto", help="device type to train on (default auto: an accelerator if usable, else host)")
@@ -75,7 +77,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=DEFAULT_SECONDS,
         help=f"time limit of each of the checks that run in processes of their own (default {DEFAULT_SECONDS:g})",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    known = versions.known_devices()
+    if known and args.device not in ("auto", *known):
+        parser.error(
+            f"argument --device: there is no backend for {args.device!r}. Pass one of auto, {', '.join(known)}, or "
+            "install a package with a backend of that name."
+        )
+    return args
 
 
 def _seconds(text: str) -> float:

@@ -81,8 +81,12 @@ def summary(findings: Sequence[Finding], *, device: str) -> str:
     """The last line."""
     counts = {status: sum(f.status is status for f in findings) for status in Status}
     subject = "training" if device == "auto" else f"training on {device!r}"
-    verdict = "will not work yet" if counts[Status.FAIL] else "can start"
-    return f"{subject} {verdict}: {counts[Status.FAIL]} failures, {counts[Status.WARN]} warnings"
+    verdict = "cannot start" if counts[Status.FAIL] else "can start"
+    return f"{subject} {verdict}: {_count(counts[Status.FAIL], 'failure')}, {_count(counts[Status.WARN], 'warning')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _wrap(text: str, *, first: str, margin: str) -> list[str]:

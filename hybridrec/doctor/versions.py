@@ -13,6 +13,8 @@ from hybridrec.doctor.report import Finding, Status
 SECTION = "Versions"
 SHOWN = ("hybridrec", "torch", "torchrec", "tensordict", "numpy")
 REQUIRED = ("torch", "torchrec")
+BACKENDS = "hybridrec.device_backends"
+"""The entry point group of `hybridrec.backend`, which cannot be imported without torch."""
 _REQUIREMENT = re.compile(r"^([\w.-]+)\s*([=<>!~]=?)?\s*([\w.+-]*)\s*;\s*extra\s*==\s*['\"]([\w-]+)['\"]$")
 _RELEASE_LABEL = re.compile(r"(cpu|cu\d+|rocm[\d.]+|xpu)(\..*)?")
 
@@ -40,6 +42,11 @@ def stacks() -> Stacks:
         if match is not None:
             found.setdefault(match[4], {})[match[1]] = (match[2] or "", match[3])
     return {extra: pins for extra, pins in found.items() if "torch" in pins}
+
+
+def known_devices() -> list[str]:
+    """Device types that an installed backend serves, usable here or not; none if hybridrec itself is not installed."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=BACKENDS)})
 
 
 def install_hint(rows: Stacks) -> str:

@@ -18,7 +18,7 @@ import torchrec
 
 from hybridrec.doctor import collectives, selftest, stack
 from hybridrec.doctor.child import Channel, run_children
-from hybridrec.doctor.report import Finding, Status, exit_status, render
+from hybridrec.doctor.report import Finding, Status, exit_status, render, summary
 from hybridrec.errors import BackendError, ConfigError
 from tests.ranks import RankFailure, RankPool
 from tests.repo.sources import ROOT
@@ -101,6 +101,12 @@ def test_an_unknown_device_fails_and_known_ones_are_listed(tmp_path: Path) -> No
     assert all(repr(name) in found[0].remedy for name in ("cpu", "cuda", "npu"))
 
 
+def test_an_unknown_device_is_rejected_before_anything_is_tried() -> None:
+    done = doctor("--device", "abacus")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "argument --device: there is no backend for 'abacus'. Pass one of auto, cpu, cuda, npu, or" in done.stderr
+
+
 def test_patches_and_overrides_are_named(tmp_path: Path) -> None:
     package = Path(torchrec.__file__).parent
     info = next(package.parent.glob("torchrec-*.dist-info"))
@@ -145,7 +151,7 @@ def test_without_torch_it_starts_and_says_how_to_install(tmp_path: Path) -> None
     done = without_site(tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     text = " ".join(done.stdout.split())
-    assert "fail torch not installed" in text and "training will not work yet: 2 failures" in text
+    assert "fail torch not installed" in text and "training cannot start: 2 failures" in text
     assert "pip install 'hybridrec[STACK]' with STACK one of cpu, cuda, npu" in text
     assert "host memory" in text and "/dev/shm" in text
 
@@ -174,6 +180,7 @@ def test_help() -> None:
     done = doctor("--help")
     assert done.returncode == 0
     assert all(option in done.stdout for option in ("--device", "--json", "--import", "--seconds", "Exit status"))
+    assert "about half a minute" in " ".join(done.stdout.split())
     assert doctor("--seconds", "-1").returncode == 2
 
 
@@ -275,5 +282,11 @@ def test_exit_status_and_text() -> None:
     assert [exit_status(fs, is_strict=False) for fs in ([ok, warn], [ok, fail])] == [0, 1]
     assert exit_status([ok, warn], is_strict=True) == 1
     assert render(warn).splitlines()[1].strip() == "-> do that"
+    texts = [summary(findings, device="cpu") for findings in ([ok], [fail, warn], [fail, fail, warn, warn])]
+    assert texts == [
+        "training on 'cpu' can start: 0 failures, 0 warnings",
+        "training on 'cpu' cannot start: 1 failure, 1 warning",
+        "training on 'cpu' cannot start: 2 failures, 2 warnings",
+    ]
     with pytest.raises(ConfigError, match="without a remedy"):
         Finding(section="S", what="d", value="4", status=Status.FAIL)

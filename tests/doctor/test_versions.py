@@ -6,8 +6,9 @@ import tomllib
 
 import pytest
 
+from hybridrec.backend import ENTRY_POINT_GROUP, known_backends
 from hybridrec.doctor.report import Finding, Status
-from hybridrec.doctor.versions import findings, stacks
+from hybridrec.doctor.versions import BACKENDS, findings, known_devices, stacks
 from tests.repo.sources import ROOT
 
 HOST = {
@@ -76,3 +77,8 @@ def test_missing_torch_fails_and_says_how_to_install() -> None:
     found = of({}, "torch")
     assert found.status is Status.FAIL and "STACK one of cpu, cuda, npu" in found.remedy
     assert of({}, "fbgemm-ascend").status is Status.OFF
+
+
+def test_devices_are_those_of_the_backends() -> None:
+    assert BACKENDS == ENTRY_POINT_GROUP
+    assert known_devices() == sorted(known_backends()) and {"cpu", "cuda", "npu"} <= set(known_devices())
