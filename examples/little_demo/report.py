@@ -80,13 +80,13 @@ def stage_lines(stats: PipelineStats) -> list[str]:
     stages = [*stats.stage_seconds, *(stage for stage in stats.stall_seconds if stage not in stats.stage_seconds)]
     lines = [
         f"pipeline of rank 0, depth {stats.depth}, mean of {stats.batches_committed:,} batches",
-        f"{'stage':<10}{'stage ms':>10}{'stall ms':>10}",
+        f"{'stage':<10}{'worked, ms':>12}{'stalled, ms':>13}",
     ]
     for stage in stages:
         works = stats.stage_seconds.get(stage)
         lines.append(
-            f"{stage:<10}{'' if works is None else f'{1e3 * works / num_batches:.2f}':>10}"
-            f"{1e3 * stats.stall_seconds.get(stage, 0.0) / num_batches:>10.2f}"
+            f"{stage:<10}{'' if works is None else f'{1e3 * works / num_batches:.2f}':>12}"
+            f"{1e3 * stats.stall_seconds.get(stage, 0.0) / num_batches:>13.2f}"
         )
     moved = [f"{count / num_batches / 1024:,.1f} KiB" for count in (stats.load_bytes, stats.write_back_bytes)]
     lines.append(f"rows moved a batch: {moved[0]} to the device, {moved[1]} to the host")

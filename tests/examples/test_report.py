@@ -64,10 +64,10 @@ def test_stages_are_told_a_batch() -> None:
     )
     assert report.stage_lines(pipeline) == [
         "pipeline of rank 0, depth 3, mean of 10 batches",
-        "stage       stage ms  stall ms",
-        "load            1.00      0.00",
-        "map           125.00      0.50",
-        "forward        10.00      0.00",
-        "queue                     2.00",
+        "stage       worked, ms  stalled, ms",
+        "load              1.00         0.00",
+        "map             125.00         0.50",
+        "forward          10.00         0.00",
+        "queue                          2.00",
         "rows moved a batch: 2.0 KiB to the device, 0.5 KiB to the host",
     ]
