@@ -6,6 +6,8 @@ thread calls `settle_host_thread` first, which all ranks do at the same place of
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
 import weakref
@@ -14,7 +16,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from hybridrec.errors import ConfigError
+from hybridrec.errors import ConfigError, StateError
+
+_EXIT_SECONDS = 5.0
+"""How long a process that ends waits for jobs under way, which may wait for ranks that are gone."""
 
 
 class Waiter(Protocol):
@@ -69,12 +74,19 @@ class HostThread:
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
         self.is_settling = False
         """Jobs must not wait for the training thread now: it waits for them."""
+        self._process = os.getpid()
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name="hybridrec-host", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._jobs.put, None)
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        _alive.add(self)
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Run ``work`` after all jobs so far."""
+        """Run ``work`` after all jobs so far.
+
+        Raises:
+            StateError: This process was forked from the one that has the thread.
+        """
+        self._require_process()
         self._last = job = Job(work)
         self._jobs.put(job)
         return job
@@ -83,13 +95,33 @@ class HostThread:
         """Return when all jobs ran. Those that wait for the training thread give up."""
         if self._last is None or self._last.is_done or threading.current_thread() is self._thread:
             return
+        self._require_process()
+        self._settle(None)
+
+    def end(self) -> None:
+        """The process ends: let the thread finish, for a while. One that still runs then may abort the process."""
+        if self._process == os.getpid() and self._thread.is_alive():
+            if self._last is not None and not self._last.is_done:
+                self._settle(_EXIT_SECONDS)
+            self._jobs.put(None)
+            self._thread.join(_EXIT_SECONDS)
+
+    def _settle(self, seconds: float | None) -> None:
+        assert self._last is not None
         self.is_settling = True
         try:
             for waiter in list(self._waiters):
                 waiter.wake()
-            self._last._done.wait()
+            self._last._done.wait(seconds)
         finally:
             self.is_settling = False
+
+    def _require_process(self) -> None:
+        if self._process != os.getpid():
+            raise StateError(
+                "hashed collections under a pipeline were used in a forked process, which lacks the thread that sends "
+                "their ids. Start the process by spawn, or use the collections in the process that made them."
+            )
 
     def claim(self, user: object) -> bool:
         """Tell who submits from now on; if that was somebody else, settle first.
@@ -106,6 +138,16 @@ class HostThread:
     def add_waiter(self, waiter: Waiter) -> None:
         """Wake it whenever `is_settling` became True."""
         self._waiters.add(waiter)
+
+
+_alive: weakref.WeakSet[HostThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Python unwinds a thread that comes back while it takes itself apart, and C++ frames do not survive that."""
+    for thread in list(_alive):
+        thread.end()
 
 
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:

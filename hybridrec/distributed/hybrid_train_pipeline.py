@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from hybridrec.distributed.model_calls import ModelCalls
 from hybridrec.distributed.pipeline_clock import PipelineClock
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.stages import HostStages, stage
+from hybridrec.distributed.verdict import check_same_on_all_ranks
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import PipelineStats
 
@@ -102,6 +104,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._sources: list[Source] = []
         self._num_taken = self._num_committed = self._num_dropped = 0
         self._clock = PipelineClock()
+        self._in_progress = threading.Lock()
+        self._have_compared_depths = False
         self._failure: BaseException | None = None
         """What this rank raised, alone as far as it knows: the ranks' host threads may not be in step any more."""
         self._has_warned_of_sources = False
@@ -137,6 +141,14 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         A batch is read, on another thread, until it was returned: an iterator must not write over what it gave. An
         iterator that is left before its end keeps what was taken from it for when it comes back; `reset` lets go.
         """
+        if not self._in_progress.acquire(blocking=False):
+            raise StateError("progress() was called while it runs, by another thread or by what it calls. Wait for it.")
+        try:
+            return self._progress(dataloader_iter)
+        finally:
+            self._in_progress.release()
+
+    def _progress(self, dataloader_iter: Iterator[Any]) -> Any:
         self._require_whole()
         source = self._select(dataloader_iter)
         self._fill(source)
@@ -333,6 +345,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
     def _attach_to(self, batch: Any) -> None:
         """Put this pipeline's calls into the model."""
         self._calls.attach(self._model, batch)
+        if not self._have_compared_depths:
+            for module in self._hashed[:1]:
+                check_same_on_all_ranks("pipe_n_batch", self._depth, module.host_group)
+            self._have_compared_depths = True
         self._model_attached = True
         self._stages = HostStages(self._calls.hashed, self._thread, self._backend, self._device)
         for call in self._calls.hashed:
@@ -353,6 +369,11 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
 
     def _compute(self, source: Source, batch: InFlightBatch) -> Any:
         next_batch = source.queue[1] if len(source.queue) > 1 else None
+        if not batch.is_as_taken:
+            raise StateError(
+                f"the ids of batch {batch.index} were written over after the iterator gave them, while they were on "
+                "their way to other ranks. Let the loader give tensors that it does not use again, or choose depth 1."
+            )
         if batch.mode.is_training:
             self._optimizer.zero_grad()
         if self._memcpy_stream is not None:

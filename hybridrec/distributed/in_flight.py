@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from hybridrec.distributed.host_thread import Job
 from hybridrec.errors import StateError
 
@@ -77,6 +79,10 @@ class InFlightBatch:
     """Its copy on the device: what the model gets."""
     arrived: Any
     """Event behind what the loader's own operations on the device did for the batch."""
+    arguments: list[tuple[list[Any], dict[str, Any]]] = field(default_factory=list)
+    """Of the hashed collections, out of ``host``."""
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    """The tensors of ``arguments`` and how often each had been written in place when the batch was taken."""
     contexts: list[Any] = field(default_factory=list)
     """One `HashBatchContext` a hashed collection."""
     dist_inputs: list[Any] = field(default_factory=list)
@@ -97,6 +103,11 @@ class InFlightBatch:
     times: list[StageTime] = field(default_factory=list)
     """Of the stages that worked for it."""
     _state: BatchState = BatchState.TAKEN
+
+    @property
+    def is_as_taken(self) -> bool:
+        """Whether no tensor of its ids was written in place since it was taken."""
+        return all(tensor._version == version for tensor, version in self.versions)
 
     @property
     def state(self) -> BatchState:

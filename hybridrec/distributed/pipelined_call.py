@@ -97,7 +97,8 @@ class PipelinedCall(BaseForward):  # type: ignore[misc]
         """Whether the model passes what tracing it said that it would."""
         expected, named = self.args.build_args_kwargs(batch.device)
         is_same = (
-            len(args) == len(expected)
+            batch.is_as_taken  # on a device that is the host, the model may have written the ids in place
+            and len(args) == len(expected)
             and kwargs.keys() == named.keys()
             and all(map(_is_same, expected, args))
             and all(_is_same(named[name], value) for name, value in kwargs.items())

@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler import record_function
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec.backend import DeviceBackend
 from hybridrec.cache import TransactionState
@@ -58,6 +61,13 @@ class HostStages:
     def distribute(self, batch: InFlightBatch) -> None:
         """DIST: begin to send the batch's ids to their owners."""
         batch.contexts = [call.module.create_context() for call in self._calls]
+        for call, context in zip(self._calls, batch.contexts, strict=True):
+            try:
+                arguments = call.arguments_of(batch.host)
+            except Exception as e:  # the others wait for this rank's ids: it has none, and says so in the verdict
+                context.error, arguments = e, ([None], {})
+            batch.arguments.append(arguments)
+            batch.versions += _versions(arguments)
         batch.distributing = self._thread.submit(lambda: self._distribute(batch))
 
     def map(self, batch: InFlightBatch) -> None:
@@ -128,13 +138,7 @@ class HostStages:
             if batch.arrived is not None:
                 self._stream.wait_event(batch.arrived)
             requests = []
-            for call, context in zip(self._calls, batch.contexts, strict=True):
-                try:
-                    args, kwargs = call.arguments_of(batch.host)
-                except (
-                    Exception
-                ) as e:  # the other ranks wait for this one's ids: it has none, and says so in the verdict
-                    context.error, args, kwargs = e, [None], {}
+            for call, context, (args, kwargs) in zip(self._calls, batch.contexts, batch.arguments, strict=True):
                 requests.append(call.module.input_dist(context, *args, **kwargs))
             batch.dist_inputs = [request.wait() for request in requests]  # sizes are known, ids are on their way
 
@@ -181,3 +185,10 @@ class HostStages:
             if not is_mapped:
                 return False
         return True
+
+
+def _versions(arguments: tuple[list[Any], dict[str, Any]]) -> list[tuple[Tensor, int]]:
+    """The tensors of the KJTs among some arguments, and how often each was written in place so far."""
+    kjts = [value for value in (*arguments[0], *arguments[1].values()) if isinstance(value, KeyedJaggedTensor)]
+    tensors = [t for k in kjts for t in (k.values(), k.weights_or_none(), k.lengths_or_none(), k.offsets_or_none())]
+    return [(t, t._version) for t in tensors if t is not None and not t.is_inference()]

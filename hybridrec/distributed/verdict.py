@@ -82,3 +82,18 @@ def agree(
     return _CLASSES[message[1]](
         f"{text} (refused by rank {first}; the batch was undone on all {host_group.size()} ranks)"
     )
+
+
+def check_same_on_all_ranks(name: str, value: int, host_group: dist.ProcessGroup) -> None:
+    """Collective over the host group.
+
+    Raises:
+        ConfigError: The ranks have different values; on all ranks alike.
+    """
+    if host_group.size() == 1:
+        return
+    values = torch.empty(host_group.size(), dtype=torch.int64)
+    all_gather_single(values, torch.tensor([value]), group=host_group)
+    if len(set(values.tolist())) > 1:
+        listed = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values.tolist()))
+        raise ConfigError(f"{name} differs between ranks ({listed}), which would wait for each other. Pass one value.")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchrec.streamable import Pipelineable
 
-from hybridrec import StateError
+from hybridrec import ConfigError, StateError
 from hybridrec.cache.transaction import TransactionLog
 from hybridrec.distributed.lookup import MappedBatch
 from hybridrec.kernels import tbe_kernel
@@ -197,6 +200,97 @@ def iterators_left_early() -> None:
 
 def test_iterators_left_early_are_let_go_by_reset(pool_1: RankPool) -> None:
     pool_1.run(iterators_left_early)
+
+
+def overwritten() -> None:
+    run = Run(3)
+
+    def reusing() -> Any:
+        """Gives one batch's tensors again and again, filled anew."""
+        batch = run.mine[0]
+        for k in range(10):
+            batch.features.values().add_(k)
+            yield batch
+
+    iterator = reusing()
+    with pytest.raises(StateError, match="the ids of batch 0 were written over after the iterator gave them"):
+        run.pipeline.progress(iterator)
+    run.pipeline.reset()
+    assert not any(s.pins for s in run.dmp.module.ebc.stats())
+
+
+def test_a_loader_that_writes_over_its_batches_is_found_out(pool_1: RankPool) -> None:
+    pool_1.run(overwritten)
+
+
+def called_twice_at_a_time() -> None:
+    run = Run(3)
+
+    class Calling:
+        def __next__(self) -> Any:
+            return run.pipeline.progress(self)
+
+    with pytest.raises(StateError, match="was called while it runs"):
+        run.pipeline.progress(Calling())
+    run.train(run.loader(0, 5), range(5))
+
+
+def test_progress_is_not_called_inside_itself(pool_1: RankPool) -> None:
+    pool_1.run(called_twice_at_a_time)
+
+
+def depths_differ() -> None:
+    run = Run(2 + dist.get_rank())
+    with pytest.raises(ConfigError, match=r"pipe_n_batch differs between ranks .rank 0: 2, rank 1: 3."):
+        run.pipeline.progress(run.loader(0, 5))
+
+
+def test_ranks_of_different_depth_are_refused(pool_2: RankPool) -> None:
+    pool_2.run(depths_differ)
+
+
+def forked() -> None:
+    run = Run(3)
+    iterator = run.loader(0, 20)
+    run.pipeline.progress(iterator)
+    child = os.fork()
+    if child == 0:
+        try:
+            run.pipeline.progress(iterator)
+        except StateError as e:
+            os._exit(7 if "in a forked process" in str(e) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    run.pipeline.progress(iterator)
+
+
+def test_a_forked_process_is_told(pool_1: RankPool) -> None:
+    pool_1.run(forked)
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from tests.distributed.test_pipeline_life import SCENARIO, Run
+import dataclasses
+run = Run(6, dataclasses.replace(SCENARIO, cache="all", batch_size=3000, steps=8))
+iterator = run.loader(0, 8)
+run.pipeline.progress(iterator)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_process_ends_with_its_own_status_while_batches_are_in_flight(status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(status)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stderr[-2000:]
 
 
 def stages_of_the_base() -> None:

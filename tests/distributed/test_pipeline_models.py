@@ -169,6 +169,24 @@ class Built(Head):
         return self.score([self.first(kjt).values(), self.second(batch.features).values()], batch.labels)
 
 
+class Writing(Head):
+    """The forward writes the ids in place, which on the host are the loader's own."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.first = hashed("t1", "a")
+        self.change = Change()
+
+    def forward(self, batch: PropertyBatch) -> tuple[Tensor, Tensor]:
+        self.change(batch.features)
+        return self.score([self.first(batch.features).values()], batch.labels)
+
+
+class Change(nn.Module):
+    def forward(self, features: KeyedJaggedTensor) -> None:
+        features.values().remainder_(7)
+
+
 class Unused(Head):
     """One collection does not reach the loss: its rows are never stepped, and must not stay pinned by the output."""
 
@@ -268,7 +286,7 @@ def same_as_the_plain_loop(model_class: Callable[[], Head], depth: int) -> None:
     assert got == expected
 
 
-@pytest.mark.parametrize("model_class", [TwoCollections, Derived, Repeated, Switched, Rebuilt, Built, Unused])
+@pytest.mark.parametrize("model_class", [TwoCollections, Derived, Repeated, Switched, Rebuilt, Built, Writing, Unused])
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_models_train_as_in_the_plain_loop(pool_2: RankPool, model_class: Callable[[], Head], depth: int) -> None:
     pool_2.run(same_as_the_plain_loop, model_class, depth)
