@@ -104,7 +104,7 @@ def describe_plan(
             (
                 repr(table.demand.name),
                 table.placed.placement.value,
-                f"{device_rows:,}" + ("+" if table.placed.placement is Placement.HOST else ""),
+                f"{device_rows:,}" + ("+" if _grows(table.placed) else ""),
                 human(table.taken.device),
                 f"{0 if device_rows >= all_rows else all_rows:,}",
                 human(table.taken.host),
@@ -119,9 +119,13 @@ def describe_plan(
         device = "(host)" if topology.compute_device == HOST.type else human(storage.hbm)
         rows.append(("capacity by topology", "", "", device, "", human(storage.ddr)))
     lines = ["hashed tables, of one rank:", *aligned(rows)]
-    if any(table.placed.placement is Placement.HOST for table in tables):
+    if any(_grows(table.placed) for table in largest):
         lines.append("+ at the start; grows to the rows of the batches in flight, which the plan accounts besides")
     return "\n".join(lines)
+
+
+def _grows(placed: ShardPlacement) -> bool:
+    return placed.placement is Placement.HOST and placed.num_slots < placed.planned_rows
 
 
 class HybridPlanPolicy:

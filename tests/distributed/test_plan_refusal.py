@@ -227,6 +227,13 @@ def described(case: Case) -> tuple[str, list[str]]:
         logger.removeHandler(handler)
 
 
+def test_printed_plan_says_which_slots_grow(pool_1: RankPool) -> None:
+    case = Case(tables={"tag": {"num_embeddings": 10_000}}, kernels={"tag": "fused_uvm"})
+    ((text, _),) = pool_1.run(described, case)
+    assert re.search(r"'tag' +fused_uvm +256\+ ", text)
+    assert text.splitlines()[-1].startswith("+ at the start; grows")
+
+
 def test_printed_plan_has_both_tiers(pool_2: RankPool) -> None:
     tables = {
         "user": {"num_embeddings": 100_000},
@@ -250,4 +257,4 @@ def test_printed_plan_has_both_tiers(pool_2: RankPool) -> None:
     assert user[2:5] == ["50,895", "6.21 MiB", "0"]
     assert tag[2:5] == ["250", "31.25 KiB", "0"]  # the quota of a rank, all in slots
     assert total[0] == "all 3 hashed tables"
-    assert capacity == ["capacity", "64.00 MiB", "4.00 GiB"]
+    assert capacity == ["capacity by topology", "64.00 MiB", "4.00 GiB"]
