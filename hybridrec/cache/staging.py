@@ -29,11 +29,6 @@ class StagingRing:
         )
         self._lent: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all buffers that are not lent."""
-        return sum(buffer.numel() * buffer.element_size() for buffer, _ in self._free)
-
     def take(self, num: int) -> Tensor:
         """Lend a buffer; uninitialised [num]. The one before must have been given back.
 

@@ -126,11 +126,6 @@ class InFlightBatch:
             )
         self._state = state
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the pipeline is done with it."""
-        return self._state in (BatchState.RELEASED, BatchState.DROPPED)
-
 
 @dataclass(kw_only=True, eq=False)
 class Source:
