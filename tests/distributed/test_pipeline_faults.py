@@ -269,13 +269,26 @@ def test_a_forked_process_is_told(pool_1: RankPool) -> None:
 
 
 SCRIPT = """
-import sys
+import sys, time
+import torch
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from tests.distributed.test_pipeline_life import SCENARIO, Run
-import dataclasses
-run = Run(6, dataclasses.replace(SCENARIO, cache="all", batch_size=3000, steps=8))
+from hybridrec.distributed.lookup import PooledLookup
+from tests.distributed.test_pipeline_life import Run
+run = Run(6)
 iterator = run.loader(0, 8)
+run.pipeline.progress(iterator)
+real, matrix = PooledLookup.map, torch.rand(64, 64)
+
+def slow(*args, **kwargs):
+    end = time.monotonic() + 0.4
+    while time.monotonic() < end:  # in and out of C++
+        torch.mm(matrix, matrix)
+    return real(*args, **kwargs)
+
+PooledLookup.map = slow
+run.pipeline.reset()
+iterator = run.loader(1, 8)
 run.pipeline.progress(iterator)
 sys.exit(int(sys.argv[1]))
 """
