@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec._compat.torchrec import RwSparseFeaturesDist
 from hybridrec.backend import HOST
+from hybridrec.modules.variable_batch import filled_lengths, inverse_of
 from hybridrec.native import mix64
 
 MAX_KNOWN_ORDERS = 64
@@ -69,25 +70,30 @@ class FeatureOrder:
         """Bytes of KJTs that came on another device and were copied to the host."""
 
     def apply(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The features as the lookup wants them. The user's tensors are never written."""
+        """The features as the lookup wants them, all of as many bags. The user's tensors are never written."""
         values, lengths, weights = features.values(), features.lengths(), features.weights_or_none()
         if not self._is_weighted:
             weights = None
         if values.device != HOST or lengths.device != HOST:
             tensors = [t for t in (values, lengths, weights) if t is not None]
             self.copied_bytes += sum(t.numel() * t.element_size() for t in tensors)
-            values, lengths = values.to(HOST), lengths.to(HOST)
+            values = values.to(HOST)
             weights = weights.to(HOST) if weights is not None else None
+        # Ranks may hold int32 and int64 lengths; they meet in one exchange.
+        lengths_FS = filled_lengths(features).to(HOST)
         ordered = KeyedJaggedTensor(
             keys=features.keys(),
             values=values.to(torch.int64).contiguous(),
-            # Ranks may hold int32 and int64 lengths; they meet in one exchange.
-            lengths=lengths.to(torch.int64).contiguous(),
+            lengths=lengths_FS.flatten(),
             weights=weights.contiguous() if weights is not None else None,
-            stride=features.stride(),
+            stride=lengths_FS.shape[1],
         )
         order = self._order_of(features.keys())
         return ordered if order is None else ordered.permute(order[0], order[1])
+
+    def inverse(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """int64 [F, B], host memory: the bag of each example (VBE); None if examples are bags."""
+        return inverse_of(features, self._feature_names)
 
     def empty(self) -> KeyedJaggedTensor:
         """A batch of no bags: what a rank sends when its own batch is refused."""

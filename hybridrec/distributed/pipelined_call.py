@@ -128,7 +128,14 @@ def _is_same(expected: Any, given: Any) -> bool:
         and expected.values() is given.values()
         and expected.weights_or_none() is given.weights_or_none()
         and any(first is not None and first is second for first, second in bounds)
+        and expected.stride_per_key() == given.stride_per_key()
+        and _inverse(expected) is _inverse(given)
     )
+
+
+def _inverse(features: KeyedJaggedTensor) -> Any:
+    inverse = features.inverse_indices_or_none()
+    return None if inverse is None else inverse[1]
 
 
 def calls_of(module: Any) -> PipelinedCall | None:

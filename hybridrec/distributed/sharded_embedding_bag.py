@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable, LazyAwaitable
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
@@ -21,14 +21,14 @@ from hybridrec._compat.torchrec import (
     FusedOptimizerModule,
     KJTList,
     KJTListSplitsAwaitable,
-    LazyGetItemMixin,
     ShardedEmbeddingModule,
 )
-from hybridrec.config import TableConfig, embedding_names
+from hybridrec.config import TableConfig
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+from hybridrec.distributed.output_columns import OutputColumns, PooledAwaitable
 from hybridrec.distributed.output_dist import RankOrderPooledDist
 from hybridrec.distributed.verdict import Withdrawn, agree
 from hybridrec.errors import ConfigError, IdError, StateError
@@ -46,13 +46,15 @@ class HashBatchContext(Multistreamable):  # type: ignore[misc]
     sharding_contexts: list[Any] = field(default_factory=list)
     """One of TorchRec's; its input dist writes ``batch_size_per_rank`` there."""
     divisors: Tensor | None = None
-    """float32 [B, F]: by what MEAN divides this rank's bags, features in the order of the lookup; None without MEAN
+    """float32 [S, F]: by what MEAN divides this rank's bags, features in the order of the lookup; None without MEAN
     tables. In host memory; from SWAP on where the output is."""
+    inverse: Tensor | None = None
+    """int64 [F, B]: the bag of each example of a variable batch (else None: examples are bags). Where: as above."""
     error: Exception | None = None
     """What this rank has against the batch; becomes every rank's error when the batch is mapped."""
     mapped: MappedBatch | None = None
     is_uploaded: bool = False
-    """Whether ``divisors`` are where the output is."""
+    """Whether ``divisors`` and ``inverse`` are where the output is."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """The lookup does that for what it uploaded."""
@@ -101,7 +103,7 @@ class ShardedHashEmbeddingBagCollection(
         self._input_dists = [HashInputDist(host_group, len(feature_names))]
         self._lookups = [lookup]
         self._output_dists = [RankOrderPooledDist(device_group)]
-        self._columns = _OutputColumns(tables, fed, device)
+        self._columns = OutputColumns(tables, fed, device)
         self._create_parameters(lookup)
 
     # ---- TorchRec's stages ---------------------------------------------------------------------------------------
@@ -121,6 +123,7 @@ class ShardedHashEmbeddingBagCollection(
             check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
             self._check_weights_need_no_grad(features, ctx.is_training)
             with torch.no_grad():
+                ctx.inverse = self._feature_order.inverse(features)
                 features = self._feature_order.apply(features)
         except Exception as e:  # travels to the other ranks, then every rank raises it
             if self._host_group.size() == 1:
@@ -181,8 +184,9 @@ class ShardedHashEmbeddingBagCollection(
         """SWAP of a mapped batch: rows move to their slots, what the kernels need to where these are. Idempotent."""
         assert ctx.mapped is not None
         lookup = self._lookups[0]
-        if ctx.divisors is not None and not ctx.is_uploaded:
-            ctx.divisors = lookup.upload(ctx.divisors)
+        if not ctx.is_uploaded:
+            ctx.divisors = None if ctx.divisors is None else lookup.upload(ctx.divisors)
+            ctx.inverse = None if ctx.inverse is None else lookup.upload(ctx.inverse)
             ctx.is_uploaded = True
         lookup.swap(ctx.mapped)
 
@@ -226,10 +230,11 @@ class ShardedHashEmbeddingBagCollection(
 
     def output_dist(self, ctx: HashBatchContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         sizes = ctx.sharding_contexts[0].batch_size_per_rank
-        if ctx.divisors is not None:
-            assert ctx.mapped is not None
-            self._lookups[0].use([ctx.divisors], ctx.mapped.ready)
-        return PooledAwaitable(self._output_dists[0](output[0], sizes), self._columns, ctx.divisors)
+        assert ctx.mapped is not None
+        uploaded = [t for t in (ctx.divisors, ctx.inverse) if t is not None]
+        if uploaded:
+            self._lookups[0].use(uploaded, ctx.mapped.ready)
+        return PooledAwaitable(self._output_dists[0](output[0], sizes), self._columns, ctx.divisors, ctx.inverse)
 
     @property
     def host_group(self) -> dist.ProcessGroup:
@@ -353,54 +358,3 @@ def _no_state_dict(call: str, tables: str) -> StateError:
         "them a checkpoint would be silently incomplete. For the dense part alone use "
         "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
     )
-
-
-class _OutputColumns:
-    """From the columns of the lookup to those of the unsharded collection; and what MEAN divides by."""
-
-    def __init__(self, tables: Sequence[TableConfig], fed: Sequence[TableConfig], device: torch.device) -> None:
-        """
-        Args:
-            tables: In the order of the collection.
-            fed: The same tables in the order of the lookup.
-            device: Where the output is.
-        """
-        names = embedding_names(tables)
-        self.names = [name for table_names in names for name in table_names]
-        self.dims = [table.embedding_dim for table in tables for _ in table.feature_names]
-        self._fed_dims = [table.embedding_dim for table in fed for _ in table.feature_names]
-        first, position = {}, 0
-        for table in fed:
-            first[table.name] = position
-            position += len(table.feature_names)
-        order = [first[table.name] + i for table in tables for i in range(len(table.feature_names))]
-        self._order = None if order == list(range(len(order))) else order
-        is_sum = [table.pooling != PoolingType.MEAN for table in fed for _ in table.feature_names]
-        self.has_mean = not all(is_sum)
-        self._is_sum_F1 = torch.tensor(is_sum).unsqueeze(1)
-        feature_of_column = [f for f, dim in enumerate(self._fed_dims) for _ in range(dim)]
-        self._feature_of_column = torch.tensor(feature_of_column, device=device)
-
-    def divisors(self, lengths_FB: Tensor) -> Tensor:
-        """float32 [B, F]: 1 where a table sums; empty bags too, which stay 0 and get gradient 0: their sum is 0 / 1."""
-        return lengths_FB.clamp(min=1).masked_fill(self._is_sum_F1, 1).to(torch.float32).t().contiguous()
-
-    def finish(self, pooled: Tensor, divisors_BF: Tensor | None) -> KeyedTensor:
-        """float32 [B, columns of the lookup] -> what the unsharded collection returns."""
-        if divisors_BF is not None:
-            pooled = pooled / divisors_BF.index_select(1, self._feature_of_column)
-        if self._order is not None:
-            parts = pooled.split(self._fed_dims, 1)
-            pooled = torch.cat([parts[i] for i in self._order], 1)
-        return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled)
-
-
-class PooledAwaitable(LazyGetItemMixin, LazyAwaitable[KeyedTensor]):  # type: ignore[misc]
-    """The output of a forward; whoever touches it waits."""
-
-    def __init__(self, pooled: Awaitable[Tensor], columns: _OutputColumns, divisors_BF: Tensor | None) -> None:
-        super().__init__()
-        self._pooled, self._columns, self._divisors_BF = pooled, columns, divisors_BF
-
-    def _wait_impl(self) -> KeyedTensor:
-        return self._columns.finish(self._pooled.wait(), self._divisors_BF)

@@ -191,4 +191,5 @@ def _versions(arguments: tuple[list[Any], dict[str, Any]]) -> list[tuple[Tensor,
     """The tensors of the KJTs among some arguments, and how often each was written in place so far."""
     kjts = [value for value in (*arguments[0], *arguments[1].values()) if isinstance(value, KeyedJaggedTensor)]
     tensors = [t for k in kjts for t in (k.values(), k.weights_or_none(), k.lengths_or_none(), k.offsets_or_none())]
+    tensors += [inverse[1] for k in kjts if (inverse := k.inverse_indices_or_none()) is not None]
     return [(t, t._version) for t in tensors if t is not None and not t.is_inference()]

@@ -24,6 +24,7 @@ from hybridrec.config import TableConfig, embedding_names, resolve_tables
 from hybridrec.errors import StateError
 from hybridrec.modules.hash_table import HashEmbeddingBag
 from hybridrec.modules.input_check import check_features
+from hybridrec.modules.variable_batch import expand, filled_lengths, inverse_of
 
 _META = torch.device("meta")
 
@@ -110,7 +111,8 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
 
         Args:
             features: KJT of int32 or int64 ids, keys in any order, further keys ignored; float32 weights if the
-                collection is weighted (ignored if not). Gradients reach the weights.
+                collection is weighted (ignored if not). Gradients reach the weights. Features with different
+                numbers of bags (VBE) need inverse indices; B is the number of examples then.
 
         Returns:
             KeyedTensor of float32 [B, sum of D over features] on `target_device`. SUM: sum of ``w * row``; MEAN: that,
@@ -123,8 +125,11 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
         check_features(features, self._tables, self._is_weighted, where=type(self).__name__)
         batches = _by_table(features, self._tables, self._is_weighted, self.target_device)
         rows = self._look_up([batch.ids_N for batch in batches])
-        pooled = [column for batch, r in zip(batches, rows, strict=True) for column in _pool(batch, r)]
-        return KeyedTensor(keys=self._output_names, length_per_key=self._output_dims, values=torch.cat(pooled, dim=1))
+        pooled = torch.cat([column for batch, r in zip(batches, rows, strict=True) for column in _pool(batch, r)], 1)
+        inverse_FB = inverse_of(features, [name for table in self._tables for name in table.feature_names])
+        if inverse_FB is not None:
+            pooled = expand(pooled, inverse_FB.to(pooled.device), self._output_dims)
+        return KeyedTensor(keys=self._output_names, length_per_key=self._output_dims, values=pooled)
 
     def get_extra_state(self) -> dict[str, Any]:
         """How many batches were trained (Adam's step)."""
@@ -210,7 +215,7 @@ def _by_table(
     features: KeyedJaggedTensor, tables: Sequence[TableConfig], is_weighted: bool, device: torch.device
 ) -> list[_TableBatch]:
     keys = features.keys()
-    lengths = features.lengths().reshape(len(keys), -1).to(torch.int64)
+    lengths = filled_lengths(features)
     counts = lengths.sum(dim=1).tolist()
     ids = features.values().to(HOST, torch.int64).split(counts)
     weights = features.weights().to(device).split(counts) if is_weighted else None
