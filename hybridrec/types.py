@@ -37,6 +37,13 @@ class FullPolicy(str, enum.Enum):
     ERROR = "error"
 
 
+class UnevenRanks(str, enum.Enum):
+    """What a pipeline does when a rank's iterator ends before another's."""
+
+    STOP = "stop"
+    DRAIN = "drain"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowState:
     """One optimizer state that every row has."""

@@ -10,7 +10,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from torchrec.streamable import Pipelineable
 
 from hybridrec._compat.train_pipeline import TrainPipelineSparseDist
 from hybridrec.backend import parse_device, resolve_backend
+from hybridrec.distributed.end_of_data import EndOfData, Groups
 from hybridrec.distributed.host_thread import HostThread, host_thread_of
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, Mode, Source
 from hybridrec.distributed.model_calls import ModelCalls
 from hybridrec.distributed.pipeline_clock import PipelineClock
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.stages import HostStages, stage
-from hybridrec.distributed.verdict import check_same_on_all_ranks
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import PipelineStats
+from hybridrec.types import UnevenRanks
 
 logger = logging.getLogger("hybridrec")
 
@@ -56,6 +58,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         apply_jit: bool = False,
         return_loss: bool = False,
         pipe_n_batch: int = 3,
+        *,
+        uneven_ranks: UnevenRanks | str = UnevenRanks.STOP,
+        make_empty_batch: Callable[[Any], Any] | None = None,
     ) -> None:
         """
         Args:
@@ -67,6 +72,11 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             apply_jit: Must be False.
             return_loss: Whether `progress` returns ``(output, losses)`` instead of the output.
             pipe_n_batch: Depth, 1 (serial) to 12.
+            uneven_ranks: What happens when a rank's iterator ends before another's. ``"stop"``: all ranks stop after
+                the last batch that all had; what some took beyond is dropped, counted and warned of. ``"drain"``: the
+                rank goes on with empty batches until all have ended. One value on all ranks; for models with hashed
+                collections.
+            make_empty_batch: For ``"drain"``: a function from a batch (full or empty) to one without samples.
 
         Raises:
             ConfigError: An argument cannot be honoured, or the model's host group is not its own.
@@ -91,21 +101,25 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._backend = resolve_backend(parsed.type)
         parsed = self._backend.indexed(parsed)  # the host thread has a current device of its own
         super().__init__(model, optimizer, parsed, execute_all_batches=bool(execute_all_batches))
+        self._end_of_data = EndOfData(
+            uneven_ranks,
+            make_empty_batch,
+            depth=pipe_n_batch,
+            executes_all=self._execute_all_batches,
+            device=parsed,
+        )
         self._model: nn.Module = model
         self._return_loss, self._depth = bool(return_loss), pipe_n_batch
         has_streams = not self._backend.is_host_memory
         self._memcpy_stream = self._backend.make_stream(parsed) if has_streams else None
         self._data_dist_stream = self._backend.make_stream(parsed) if has_streams else None
         self._calls = ModelCalls(self, self._backend, parsed, self._data_dist_stream)
-        self._hashed = tuple(self._calls.check(model).values())
-        self._thread: HostThread = host_thread_of(module.host_group for module in self._hashed)
-        self._is_single = all(module.host_group.size() == 1 for module in self._hashed)
+        self._use(model)
         self._stages: HostStages | None = None
         self._sources: list[Source] = []
-        self._num_taken = self._num_committed = self._num_dropped = 0
+        self._num_taken = self._num_committed = self._num_dropped = self._num_queued = 0
         self._clock = PipelineClock()
         self._in_progress = threading.Lock()
-        self._have_compared_depths = False
         self._failure: BaseException | None = None
         """What this rank raised, alone as far as it knows: the ranks' host threads may not be in step any more."""
         self._has_warned_of_sources = False
@@ -119,7 +133,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
 
     @property
     def batches_committed(self) -> int:
-        """Training batches whose step is over: where a loader resumes."""
+        """Training batches whose step is over, empty ones included: where a loader resumes."""
         return self._num_committed
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -132,7 +146,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             What the model returned beside the losses; with ``return_loss`` that and the losses.
 
         Raises:
-            StopIteration: The iterator ended and its batches are computed. The next call asks the iterator again.
+            StopIteration: The iterator ended and its batches are computed, or another rank's did; see
+                ``uneven_ranks``. The next call asks the iterator again.
             HybridRecError: A rank refused the batch: it is left out, the shards are as before, and all ranks raise.
             Exception: What the iterator, the model, the optimizer or a stage raised. Of several ranks one may be the
                 only one that knows, so that `reset`, on all of them, has to come before the next call.
@@ -153,18 +168,22 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         source = self._select(dataloader_iter)
         self._fill(source)
         if not source.queue:
-            source.is_exhausted = False
+            self._begin_anew(source)
             raise StopIteration
         batch = source.queue[0]
         stages = self._stages
         assert stages is not None
         try:
             self._wait(source, batch)
-            result = self._compute(source, batch)
+            result = None if batch.ended_ranks is not None else self._compute(source, batch)
         except BaseException as e:
             self._give_up(source, batch, e)
             raise
+        if batch.ended_ranks is not None:
+            self._end(source, batch.ended_ranks)
+            raise StopIteration
         source.queue.popleft()
+        source.num_steps += 1
         stages.release(batch)
         batch.move_to(BatchState.RELEASED)
         self._clock.add_stages(batch.times)
@@ -178,7 +197,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             batches_taken=self._num_taken,
             batches_committed=self._num_committed,
             batches_dropped=self._num_dropped,
-            batches_in_flight=sum(len(source.queue) for source in self._sources),
+            batches_in_flight=sum(not b.is_end for source in self._sources for b in source.queue),
             stage_seconds=self._clock.stage_seconds(),
             stall_seconds=self._clock.stall_seconds(),
             load_bytes=sum(table.load_bytes for table in tables) - self._bytes_before[0],
@@ -215,11 +234,17 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                     "attach(model): batches of the model before are in flight. Let progress() drain them, or reset()."
                 )
             self._calls.detach()
-            self._hashed = tuple(self._calls.check(model).values())
-            self._thread = host_thread_of(module.host_group for module in self._hashed)
-            self._is_single = all(module.host_group.size() == 1 for module in self._hashed)
+            self._use(model)
             self._model = self._model_fwd = model
         self._model_attached = True
+
+    def _use(self, model: nn.Module) -> None:
+        self._hashed = tuple(self._calls.check(model).values())
+        self._thread: HostThread = host_thread_of(module.host_group for module in self._hashed)
+        spread = [module for module in self._hashed if module.host_group.size() > 1]
+        self._groups = Groups(host=spread[0].host_group, device=spread[0].device_group) if spread else None
+        """None: there is one rank."""
+        self._end_of_data.has_met = False
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(
@@ -280,28 +305,64 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         """Take batches until the pipeline is as deep as it should be, and ask for their stages."""
         if source.queue and not self._calls.is_attached:
             self._attach_to(source.queue[0].host)
-        while len(source.queue) < self._depth and not source.is_exhausted:
+        while len(source.queue) < self._depth and not source.has_ended:
             batch = self._take(source)
             if batch is not None:
                 assert self._stages is not None
                 self._stages.distribute(batch)
                 source.queue.append(batch)
-            elif not self._execute_all_batches:
-                self._drop(source)
+            else:
+                source.has_ended = True
+                if not self._execute_all_batches:
+                    self._drop(source)
             self._ask_for_maps(source)
         self._ask_for_maps(source)
 
     def _ask_for_maps(self, source: Source) -> None:
         """MAP in order. From depth 3 on a batch is mapped when the next one's ids are on their way, not before."""
-        holds_back_last = self._depth >= 3 and not source.is_exhausted and len(source.queue) > 1
+        holds_back_last = self._depth >= 3 and not source.has_ended and len(source.queue) > 1
         for batch in itertools.islice(source.queue, len(source.queue) - int(holds_back_last)):
             if batch.mapping is None:
                 assert self._stages is not None
                 self._stages.map(batch)
 
     def _take(self, source: Source) -> InFlightBatch | None:
-        """The iterator's next batch, on its way to the device; None if there is none."""
-        index = self._num_taken
+        """What comes next in the queue, on its way to the device; None if there is nothing for any rank."""
+        index = self._num_queued
+        host = None if source.is_exhausted else self._load(source, index)
+        if source.is_exhausted:
+            if self._groups is None:
+                return None
+            host = self._end_of_data.empty_batch()
+        batch = InFlightBatch(
+            index=index, mode=source.mode, host=host, device=None, arrived=None, is_end=source.is_exhausted
+        )
+        self._num_queued += 1
+        try:
+            if not batch.is_end:
+                self._check(batch)
+                self._end_of_data.saw(host)
+            if self._groups is not None and self._end_of_data.is_over(source, batch, self._groups):
+                self._num_dropped += not batch.is_end
+                return None
+            if not self._calls.is_attached:
+                self._attach_to(host)
+            if host is None:
+                # Plain collections send ids for the batch behind the one that computes: any will do, nobody reads them.
+                previous = source.queue[-1] if source.queue else batch
+                batch.device, batch.copied = previous.device, previous.copied
+                return batch
+            start = time.perf_counter()
+            with stage(batch, "copy"):
+                self._copy(batch)
+            self._clock.add_stall("copy", time.perf_counter() - start)
+        except BaseException:
+            self._num_dropped += not batch.is_end
+            raise
+        return batch
+
+    def _load(self, source: Source, index: int) -> Any:
+        """The iterator's next batch; None, and the source is exhausted, if there is none."""
         start = time.perf_counter()
         with record_function(f"## load {index} ##"):
             try:
@@ -312,23 +373,32 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             finally:
                 self._clock.add("load", time.perf_counter() - start)
         self._num_taken += 1
-        batch = InFlightBatch(index=index, mode=source.mode, host=host, device=None, arrived=None)
-        try:
-            if not isinstance(host, (Tensor, Pipelineable)):
-                raise ConfigError(
-                    f"the iterator gave a {type(host).__name__}; batch {index} is left out. Yield objects of a class "
-                    "that derives from torchrec.streamable.Pipelineable: to(), record_stream() and pin_memory()."
-                )
-            if not self._calls.is_attached:
-                self._attach_to(host)
-            start = time.perf_counter()
-            with stage(batch, "copy"):
-                self._copy(batch)
-            self._clock.add_stall("copy", time.perf_counter() - start)
-        except BaseException:
-            self._num_dropped += 1
-            raise
-        return batch
+        return host
+
+    def _check(self, batch: InFlightBatch) -> None:
+        if not isinstance(batch.host, (Tensor, Pipelineable)):
+            raise ConfigError(
+                f"the iterator gave a {type(batch.host).__name__}; batch {batch.index} is left out. Yield objects of a "
+                "class that derives from torchrec.streamable.Pipelineable: to(), record_stream() and pin_memory()."
+            )
+
+    def _end(self, source: Source, ended_ranks: Sequence[int]) -> None:
+        """The oldest batch turned out to be none, on all ranks alike: let go of what is behind it."""
+        assert self._stages is not None and self._groups is not None
+        for batch in source.queue:
+            if batch.mapping is None:
+                self._stages.map(batch)  # for its verdict: how many batches other ranks lose
+        self._thread.settle()
+        everyone = set(range(self._groups.host.size()))
+        taken = Counter(r for b in source.queue if b.ended_ranks is not None for r in everyone - set(b.ended_ranks))
+        self._end_of_data.warn(source.num_steps, ended_ranks, taken)
+        self._drop(source)
+        self._begin_anew(source)
+
+    def _begin_anew(self, source: Source) -> None:
+        """`progress` says that the source ended: after that its iterator is asked again."""
+        source.is_exhausted = source.has_ended = False
+        source.num_steps = 0
 
     def _copy(self, batch: InFlightBatch) -> None:
         """COPY: the batch to the device, without waiting where its memory is pinned."""
@@ -345,12 +415,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
     def _attach_to(self, batch: Any) -> None:
         """Put this pipeline's calls into the model."""
         self._calls.attach(self._model, batch)
-        if not self._have_compared_depths:
-            for module in self._hashed[:1]:
-                check_same_on_all_ranks("pipe_n_batch", self._depth, module.host_group)
-            self._have_compared_depths = True
         self._model_attached = True
-        self._stages = HostStages(self._calls.hashed, self._thread, self._backend, self._device)
+        host_group = None if self._groups is None else self._groups.host
+        self._stages = HostStages(self._calls.hashed, self._thread, self._backend, self._device, host_group)
         for call in self._calls.hashed:
             call.module.lookup.batches_in_flight = self._depth
 
@@ -423,9 +490,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             self._num_committed += 1
             error.add_note(f"Batch {batch.index} counts as committed: rows were stepped before this happened.")
         else:
-            self._num_dropped += 1
+            self._num_dropped += not batch.is_end
         source.queue.popleft()
-        if self._is_single:
+        source.num_steps += 1
+        if self._groups is None:
             if not batch.is_refused:
                 self.withdraw()
         elif not batch.is_refused:
@@ -449,5 +517,5 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             if self._stages is not None:
                 self._stages.release(batch)
             batch.move_to(BatchState.DROPPED)
-        self._num_dropped += len(source.queue)
+        self._num_dropped += sum(not batch.is_end for batch in source.queue)
         source.queue.clear()

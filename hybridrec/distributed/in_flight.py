@@ -71,7 +71,7 @@ class InFlightBatch:
     """One batch between the loader and the end of its step. A value of the training thread; see the module."""
 
     index: int
-    """0 for the first batch that the pipeline took."""
+    """0 for the first batch that the pipeline took; the same on all ranks."""
     mode: Mode
     host: Any
     """As the loader gave it: hashed collections take their ids from it."""
@@ -87,6 +87,10 @@ class InFlightBatch:
     """One `HashBatchContext` a hashed collection."""
     dist_inputs: list[Any] = field(default_factory=list)
     """One a hashed collection: awaitables of the keys that this rank owns, then the keys."""
+    is_end: bool = False
+    """This rank's iterator has ended: ``host`` is an empty batch, or None where there is nothing to compute."""
+    ended_ranks: tuple[int, ...] | None = None
+    """By the verdict it is not computed, because the data of these ranks has ended."""
     copied: Any = None
     """Event behind the arrival of ``device``; None: it is there."""
     plain: dict[str, Any] | None = None
@@ -136,3 +140,7 @@ class Source:
     queue: collections.deque[InFlightBatch] = field(default_factory=collections.deque)
     is_exhausted: bool = False
     """`next` raised StopIteration; it is not called again before `progress` has said so to its caller."""
+    has_ended: bool = False
+    """Nothing is taken for it any more, on any rank, before `progress` has said so."""
+    num_steps: int = 0
+    """Batches that were over since it last ended."""

@@ -52,6 +52,8 @@ class HashBatchContext(Multistreamable):  # type: ignore[misc]
     """int64 [F, B]: the bag of each example of a variable batch (else None: examples are bags). Where: as above."""
     error: Exception | None = None
     """What this rank has against the batch; becomes every rank's error when the batch is mapped."""
+    has_ended: bool = False
+    """Whether this rank ran out of batches, and gives an empty one."""
     mapped: MappedBatch | None = None
     is_uploaded: bool = False
     """Whether ``divisors`` and ``inverse`` are where the output is."""
@@ -170,7 +172,7 @@ class ShardedHashEmbeddingBagCollection(
                     error = result
             except Exception as e:  # travels to the other ranks, then is raised below
                 error = e
-        agreed = agree(error, self._host_group, is_training=ctx.is_training)
+        agreed = agree(error, self._host_group, is_training=ctx.is_training, has_ended=ctx.has_ended)
         if agreed is not None:
             if mapped is not None and mapped.transaction is not None:
                 mapped.transaction.undo()

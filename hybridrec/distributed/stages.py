@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -22,7 +23,7 @@ from hybridrec.cache import TransactionState
 from hybridrec.distributed.host_thread import HostThread
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, StageTime
 from hybridrec.distributed.pipelined_call import PipelinedCall
-from hybridrec.distributed.verdict import Withdrawn
+from hybridrec.distributed.verdict import DataEnded, Withdrawn, agree
 
 
 @contextlib.contextmanager
@@ -40,7 +41,12 @@ class HostStages:
     """Runs the stages of one pipeline's batches on the host thread. All methods are for the training thread."""
 
     def __init__(
-        self, calls: Sequence[PipelinedCall], thread: HostThread, backend: DeviceBackend, device: torch.device
+        self,
+        calls: Sequence[PipelinedCall],
+        thread: HostThread,
+        backend: DeviceBackend,
+        device: torch.device,
+        host_group: dist.ProcessGroup | None,
     ) -> None:
         """
         Args:
@@ -48,10 +54,11 @@ class HostStages:
             thread: Of their host groups.
             backend: Of the device.
             device: Where the slots are.
+            host_group: Over which the ranks agree on a batch for which no collection is prepared; None: one rank.
         """
         self._calls = list(calls)
         self._thread = thread
-        self._backend, self._device = backend, device
+        self._backend, self._device, self._host_group = backend, device, host_group
         self._stream = backend.make_stream(device)
         self._has_withdrawn = False
         """A batch was taken back: none after it may be mapped before it. Cleared while the thread has nothing to do."""
@@ -62,7 +69,10 @@ class HostStages:
         """DIST: begin to send the batch's ids to their owners."""
         batch.contexts = [call.module.create_context() for call in self._calls]
         for call, context in zip(self._calls, batch.contexts, strict=True):
+            context.has_ended = batch.is_end
             try:
+                if batch.host is None:
+                    raise DataEnded
                 arguments = call.arguments_of(batch.host)
             except Exception as e:  # the others wait for this rank's ids: it has none, and says so in the verdict
                 context.error, arguments = e, ([None], {})
@@ -157,7 +167,8 @@ class HostStages:
             with stage(batch, "map"):
                 if not self._map_all(batch):
                     batch.is_withdrawn = self._has_withdrawn = True
-                    return
+            if batch.is_withdrawn or batch.ended_ranks is not None:
+                return
             with stage(batch, "swap"):
                 for call, context in zip(self._calls, batch.contexts, strict=True):
                     call.module.swap_batch(context)
@@ -171,10 +182,15 @@ class HostStages:
             return not batch.must_not_wait
 
         pairs = list(zip(self._calls, batch.contexts, strict=True))
+        if not pairs:
+            self._agree_without_calls(batch)
         for c, (call, context) in enumerate(pairs):
             is_mapped = False
             try:
                 is_mapped = call.module.map_batch(context, batch.dist_inputs[c], may_wait)
+            except DataEnded as e:
+                batch.ended_ranks = e.ranks
+                return True
             except Exception:
                 batch.is_refused = True
                 raise
@@ -185,6 +201,16 @@ class HostStages:
             if not is_mapped:
                 return False
         return True
+
+    def _agree_without_calls(self, batch: InFlightBatch) -> None:
+        """The verdict on a batch whose collections are all looked up by ordinary calls: only ends are told."""
+        error = DataEnded() if batch.host is None else None
+        agreed = agree(error, self._host_group, is_training=batch.mode.is_training, has_ended=batch.is_end)
+        if isinstance(agreed, DataEnded):
+            batch.ended_ranks = agreed.ranks
+        elif agreed is not None:
+            batch.is_refused = True
+            raise agreed
 
 
 def _versions(arguments: tuple[list[Any], dict[str, Any]]) -> list[tuple[Tensor, int]]:

@@ -5,6 +5,8 @@ Without it a rank that raises leaves the others waiting in the next collective.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -21,16 +23,29 @@ _CLASSES: tuple[type[HybridRecError], ...] = (
     IdError,
     StateError,
 )
-_HEADER_BYTES = 5  # answer, class, training, two of the length
-_FITS, _REFUSED, _WITHDRAWN = range(3)
+_ANSWER, _CLASS, _TRAINING, _HAS_ENDED, _LENGTH, _HEADER_BYTES = 0, 1, 2, 3, 4, 6
+_FITS, _REFUSED, _WITHDRAWN, _STOPPED = range(4)
 
 
 class Withdrawn(Exception):  # noqa: N818 - nothing is wrong
     """A rank takes a batch back before it is mapped, to map it again later. Never leaves this package."""
 
 
+class DataEnded(Exception):  # noqa: N818 - nothing is wrong
+    """There is no batch here that all ranks could compute. Never leaves this package."""
+
+    def __init__(self, ranks: Sequence[int] = ()) -> None:
+        """``ranks``: whose iterators have ended; unknown before the verdict."""
+        super().__init__()
+        self.ranks = tuple(ranks)
+
+
 def agree(
-    error: Exception | None, host_group: dist.ProcessGroup | None, *, is_training: bool = True
+    error: Exception | None,
+    host_group: dist.ProcessGroup | None,
+    *,
+    is_training: bool = True,
+    has_ended: bool = False,
 ) -> Exception | None:
     """Exchange verdicts; collective over the host group.
 
@@ -38,34 +53,41 @@ def agree(
         error: What this rank has against the batch, or None.
         host_group: gloo group of all ranks; None for a single rank.
         is_training: Whether this rank's batch trains; ranks that differ would wait for each other in the backward.
+        has_ended: Whether this rank has no batch of its own any more, and gives an empty one.
 
     Returns:
         The error to raise, the same text and class on every rank: that of the lowest rank that refused. None if
         none did. On the rank where an exception that is not ours arose, that exception itself. `Withdrawn` if any rank
-        gave that as its error.
+        gave that as its error; `DataEnded` if any rank gave that, or if all have ended.
     """
     if host_group is None or host_group.size() == 1:
         return error
     mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-    mine[2] = int(is_training)
-    if isinstance(error, Withdrawn):
-        mine[0] = _WITHDRAWN
+    mine[_TRAINING], mine[_HAS_ENDED] = int(is_training), int(has_ended or isinstance(error, DataEnded))
+    if isinstance(error, DataEnded):
+        mine[_ANSWER] = _STOPPED
+    elif isinstance(error, Withdrawn):
+        mine[_ANSWER] = _WITHDRAWN
     elif error is not None:
         code = _CLASSES.index(type(error)) if type(error) in _CLASSES else 0
         text = str(error) if isinstance(error, HybridRecError) else f"{type(error).__name__}: {error}"
         payload = text.encode()
         if len(payload) > MESSAGE_BYTES - _HEADER_BYTES:
             payload = payload[: MESSAGE_BYTES - _HEADER_BYTES - 4] + b" ..."
-        header = bytes([_REFUSED, code, is_training, *len(payload).to_bytes(2, "little")])
-        mine[: len(header) + len(payload)] = torch.frombuffer(bytearray(header + payload), dtype=torch.uint8)
+        mine[_ANSWER], mine[_CLASS] = _REFUSED, code
+        content = bytearray(len(payload).to_bytes(2, "little") + payload)
+        mine[_LENGTH : _LENGTH + len(content)] = torch.frombuffer(content, dtype=torch.uint8)
     everyone = torch.empty(host_group.size() * MESSAGE_BYTES, dtype=torch.uint8)
     all_gather_single(everyone, mine, group=host_group)
     everyone = everyone.view(host_group.size(), MESSAGE_BYTES)
-    if (everyone[:, 0] == _WITHDRAWN).any():
+    answers, ended = everyone[:, _ANSWER], everyone[:, _HAS_ENDED].nonzero().flatten().tolist()
+    if (answers == _STOPPED).any() or len(ended) == host_group.size():
+        return DataEnded(ended)
+    if (answers == _WITHDRAWN).any():
         return Withdrawn()
-    refusing = everyone[:, 0].nonzero().flatten().tolist()
+    refusing = answers.nonzero().flatten().tolist()
     if not refusing:
-        training = everyone[:, 2].tolist()
+        training = everyone[:, _TRAINING].tolist()
         if len(set(training)) == 1:
             return None
         modes = ", ".join(f"rank {r} {'trains' if t else 'reads'}" for r, t in enumerate(training))
@@ -77,23 +99,8 @@ def agree(
         return error
     first = refusing[0]
     message = bytes(everyone[first].tolist())
-    length = int.from_bytes(message[3:_HEADER_BYTES], "little")
+    length = int.from_bytes(message[_LENGTH:_HEADER_BYTES], "little")
     text = message[_HEADER_BYTES : _HEADER_BYTES + length].decode(errors="replace")
-    return _CLASSES[message[1]](
+    return _CLASSES[message[_CLASS]](
         f"{text} (refused by rank {first}; the batch was undone on all {host_group.size()} ranks)"
     )
-
-
-def check_same_on_all_ranks(name: str, value: int, host_group: dist.ProcessGroup) -> None:
-    """Collective over the host group.
-
-    Raises:
-        ConfigError: The ranks have different values; on all ranks alike.
-    """
-    if host_group.size() == 1:
-        return
-    values = torch.empty(host_group.size(), dtype=torch.int64)
-    all_gather_single(values, torch.tensor([value]), group=host_group)
-    if len(set(values.tolist())) > 1:
-        listed = ", ".join(f"rank {r}: {v}" for r, v in enumerate(values.tolist()))
-        raise ConfigError(f"{name} differs between ranks ({listed}), which would wait for each other. Pass one value.")
