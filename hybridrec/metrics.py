@@ -42,6 +42,10 @@ class TableStats:
     """Rows dropped from the table by ``full_policy="evict"``."""
     rejected: int
     """Batches refused because this table could not take them."""
+    oversized: int
+    """Batches that needed more slots of this table than there are, and were computed in passes over transient slots."""
+    oversized_bytes: int
+    """Rows that such batches moved between the store and transient slots."""
     pins: int
     """Pins of batches in flight; 0 when none is."""
     host_bytes: int

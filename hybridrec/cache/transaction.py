@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from hybridrec.errors import StateError
@@ -55,19 +56,26 @@ class BatchTransaction:
     Thread safety: one caller at a time, except `abandon`, which any thread may call at any moment.
     """
 
-    def __init__(self, log: TransactionLog, plan: Plan, slots_N: Tensor) -> None:
+    def __init__(self, log: TransactionLog, plan: Plan, slots_N: Tensor, unique_counts: Tensor | None = None) -> None:
         self._log = log
         self._state = TransactionState.PLANNED
         self.last_use: tuple[int, Any] | None = None
         """(its number, the event behind it) of the device's last use of the batch's slots."""
         self.plan = plan
         self.slots_N = slots_N
-        """int64 [N], host memory: the slot of every id of the batch."""
+        """int64 [N], host memory: the slot of every id of the batch. Aside: the number of its row in the batch's table."""
+        self.unique_counts = unique_counts
+        """int64 [T], host memory, of a batch that is aside; else None."""
 
     @property
     def ordinal(self) -> int:
         """Counts batches; an undo of the newest gives its ordinal back, so that a later batch may have it too."""
         return self.plan.ordinal
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the batch has no slots: its rows are read and written where they are, in passes."""
+        return self.unique_counts is not None
 
     @property
     def state(self) -> TransactionState:
@@ -159,6 +167,7 @@ class TransactionLog:
         # A deque's append is atomic: the garbage collector may call it on any thread, in the middle of any call.
         self.abandoned: collections.deque[BatchTransaction] = collections.deque()
         self._posted: collections.deque[BatchTransaction] = collections.deque()
+        self._open: set[BatchTransaction] = set()
         self._news = threading.Condition()
         self._num_releases = 0
         self._num_uses = 0
@@ -195,14 +204,40 @@ class TransactionLog:
         with self.lock:
             self.settle()
             plan = self.group.plan(keys_N, feature_offsets, feature_table, slots_N)
+        return self._opened(plan, slots_N)
+
+    def _opened(self, plan: Plan, slots_N: Tensor, unique_counts: Tensor | None = None) -> BatchTransaction | Plan:
         if plan.status != PlanStatus.OK:
             return plan
-        return BatchTransaction(self, plan, slots_N)
+        transaction = BatchTransaction(self, plan, slots_N, unique_counts)
+        self._open.add(transaction)
+        return transaction
+
+    def plan_aside(
+        self, keys_N: Tensor, feature_offsets: Tensor, feature_table: Tensor, index_N: Tensor
+    ) -> BatchTransaction | Plan:
+        """As `plan`, for a batch that gets no slots. What is newer in slots is written back, then nothing moves.
+
+        Args:
+            keys_N: int64 [N], host memory.
+            feature_offsets: int64 [F + 1], host memory.
+            feature_table: int64 [F], host memory.
+            index_N: int64 [N], host memory; written, and kept by the transaction: each key's number within its table.
+
+        Raises:
+            StateError: The host budget has no room for rows that must be written back. Nothing changed.
+        """
+        counts = torch.empty(self.group.num_tables, dtype=torch.int64)
+        with self.lock:
+            self.flush()
+            plan = self.group.plan_aside(keys_N, feature_offsets, feature_table, index_N, counts)
+        return self._opened(plan, index_N, counts)
 
     def post_commit(self, transaction: BatchTransaction) -> None:
         """For `BatchTransaction.commit`."""
         self.committed += 1
         self._posted.append(transaction)
+        self._open.discard(transaction)
         if self.lock.acquire(blocking=False):
             try:
                 self._apply_posted()
@@ -216,6 +251,7 @@ class TransactionLog:
             self._apply_posted()
             self._move_fence(transaction.last_use)
             self.group.undo(transaction.ordinal)
+        self._open.discard(transaction)
         self.released()
 
     def settle(self) -> None:
@@ -235,6 +271,16 @@ class TransactionLog:
         with self.lock:
             self.settle()
             self.swapper.flush(self.fence, self.lock)
+
+    @property
+    def num_open(self) -> int:
+        """Batches that are neither committed nor undone."""
+        return len(self._open)
+
+    @property
+    def is_any_aside(self) -> bool:
+        """Whether one of them has no slots: it reads and writes rows wherever they are."""
+        return any(transaction.is_aside for transaction in list(self._open))
 
     @property
     def num_releases(self) -> int:

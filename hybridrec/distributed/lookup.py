@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec.backend import HOST, DeviceBackend
 from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSwapper, TransactionLog
+from hybridrec.distributed.oversized import Occurrences, PassLookup
 from hybridrec.distributed.placement import Placement
 from hybridrec.distributed.refusal import refusal_error
 from hybridrec.distributed.row_reader import RowReader
@@ -28,7 +29,7 @@ from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
 from hybridrec.kernels.factory import make_kernel
 from hybridrec.metrics import TableStats
 from hybridrec.native import ShardGroup
-from hybridrec.native.protocol import PlanStatus
+from hybridrec.native.protocol import Plan, PlanStatus
 from hybridrec.types import SlotArrays
 
 logger = logging.getLogger("hybridrec")
@@ -120,6 +121,7 @@ class PooledLookup(nn.Module):
         self.log = TransactionLog(self._group, swapper)
         for t in range(len(self._tables)):
             self._publish_slots(t)
+        self._passes = PassLookup(self._kernels, self._place_of_table, self.log, device)
         self._reader = RowReader(self._kernels, self._place_of_table, self.log, backend, device)
         if not backend.is_host_memory:  # what made the slots is still on its way
             self.log.read_until(backend.record_event(backend.current_stream(device)))
@@ -176,6 +178,8 @@ class PooledLookup(nn.Module):
         while True:
             seen = self.log.num_releases
             self.log.settle()
+            if self.log.is_any_aside and may_wait is not None and self.log.wait_for_release(seen, may_wait):
+                continue  # it needs every row where it stays until it is done
             for t in list(self._wants_slots):
                 self._grow_slots(t)
             planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
@@ -183,14 +187,32 @@ class PooledLookup(nn.Module):
                 self._watch.planned(planned.plan)
                 lease = Lease(planned)
                 return MappedBatch(transaction=planned, lease=lease, keys=keys, feature_offsets=feature_offsets)
-            if planned.status == PlanStatus.NO_SLOTS and self._fits_without_pins(planned.table, planned.needed):
-                has_grown = self._grow_slots(planned.table)
-                if has_grown or (may_wait is not None and self.log.wait_for_release(seen, may_wait)):
-                    self._num_retries[planned.table] += 1
-                    continue
-            table = self._tables[planned.table] if planned.table >= 0 else None
-            slots = self._num_slots[planned.table] if table is not None else 0
-            return refusal_error(planned, table, rank=self._rank, world_size=self._world_size, slots=slots)
+            if planned.status != PlanStatus.NO_SLOTS:
+                return self._refusal(planned)
+            self._num_retries[planned.table] += 1
+            if self._fits_without_pins(planned.table, planned.needed) and self._grow_slots(planned.table):
+                continue
+            if self.log.num_open and may_wait is not None and self.log.wait_for_release(seen, may_wait):
+                continue
+            return self._map_aside(keys, feature_offsets, planned)
+
+    def _map_aside(
+        self, keys: KeyedJaggedTensor, feature_offsets: Tensor, planned: Plan
+    ) -> MappedBatch | CapacityError:
+        """MAP a batch whose rows the slots cannot hold, those of batches in flight beside it: it gets none."""
+        index_N = torch.empty_like(keys.values())
+        try:
+            result = self.log.plan_aside(keys.values(), feature_offsets, self._feature_table, index_N)
+        except (CapacityError, StateError) as e:  # the host budget
+            return CapacityError(f"rank {self._rank} of {self._world_size}: {e} Raise host_memory_bytes.")
+        if not isinstance(result, BatchTransaction):
+            return self._refusal(result)
+        self._watch.oversized(planned, slots=self._num_slots[planned.table])
+        return MappedBatch(transaction=result, lease=Lease(result), keys=keys, feature_offsets=feature_offsets)
+
+    def _refusal(self, planned: Plan) -> CapacityError:
+        table = self._tables[planned.table] if planned.table >= 0 else None
+        return refusal_error(planned, table, rank=self._rank, world_size=self._world_size)
 
     def swap(self, batch: MappedBatch) -> None:
         """SWAP: move a training batch's rows into their slots, and what the kernels look up to where they are.
@@ -201,7 +223,8 @@ class PooledLookup(nn.Module):
             return
         if batch.transaction is not None:
             self._move_rows(batch.transaction)
-            batch.inputs = self._kernel_inputs(batch, batch.transaction.slots_N, self.log.swapper.upload)
+            if not batch.transaction.is_aside:
+                batch.inputs = self._kernel_inputs(batch, batch.transaction.slots_N, self.log.swapper.upload)
         batch.ready = self.log.swapper.ready()
         batch.is_swapped = True
 
@@ -245,7 +268,14 @@ class PooledLookup(nn.Module):
         """One value a table, this rank's."""
         self.log.settle()
         return tuple(
-            TableStats(table=table.name, rank=self._rank, slots=self._num_slots[t], **self._counters(t))
+            TableStats(
+                table=table.name,
+                rank=self._rank,
+                slots=self._num_slots[t],
+                oversized=self._watch.num_oversized[t],
+                oversized_bytes=self._passes.moved_bytes[t],
+                **self._counters(t),
+            )
             for t, table in enumerate(self._tables)
         )
 
@@ -256,9 +286,12 @@ class PooledLookup(nn.Module):
 
     # ---- compute -------------------------------------------------------------------------------------------------
 
-    def compute(self, batch: MappedBatch) -> tuple[Tensor, list[object]]:
+    def compute(self, batch: MappedBatch) -> tuple[Tensor, Any]:
         """Run the kernels on a batch whose rows are in their slots; what `update` needs comes along."""
-        assert batch.transaction is not None and batch.inputs is not None
+        assert batch.transaction is not None
+        if batch.transaction.is_aside:
+            return self._passes.forward(batch.transaction, self._occurrences(batch, batch.transaction.slots_N))
+        assert batch.inputs is not None
         self.use([t for one in batch.inputs for t in one if t is not None], batch.ready)
         pooled, saved = [], []
         for kernel, kernel_input in zip(self._kernels, batch.inputs, strict=True):
@@ -268,13 +301,19 @@ class PooledLookup(nn.Module):
         self._mark_use(batch.transaction)
         return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0], saved
 
-    def update(self, batch: MappedBatch, saved: list[object], grad: Tensor) -> None:
+    def update(self, batch: MappedBatch, saved: Any, grad: Tensor) -> None:
         """Step every row of a batch once, then commit."""
         assert batch.transaction is not None
         step = self.log.committed + 1
+        grads = grad.split(self._kernel_dims, 1)
+        if batch.transaction.is_aside:
+            self.log.flush()  # of batches that were trained since the forward
         try:
-            for kernel, kept, part in zip(self._kernels, saved, grad.split(self._kernel_dims, 1), strict=True):
-                kernel.backward(kept, part, step=step)
+            if batch.transaction.is_aside:
+                self._passes.backward(batch.transaction, saved, grads, step=step)
+            else:
+                for kernel, kept, part in zip(self._kernels, saved, grads, strict=True):
+                    kernel.backward(kept, part, step=step)
         except Exception as e:
             self.log.broken = (
                 f"the update of batch {batch.transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
@@ -299,21 +338,25 @@ class PooledLookup(nn.Module):
         self, batch: MappedBatch, index_N: Tensor, upload: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[KernelInput]:
         """The part of a batch that each kernel looks up, where its slots are."""
+        parts = self._occurrences(batch, index_N)
+        placed = iter(upload([tensor for part in parts for tensor in part if tensor is not None]))
+        return [
+            KernelInput(next(placed), next(placed), next(placed) if part.weights_N is not None else None)
+            for part in parts
+        ]
+
+    def _occurrences(self, batch: MappedBatch, index_N: Tensor) -> list[Occurrences]:
+        """The part of a batch that each kernel looks up, in host memory."""
         all_offsets, all_weights = batch.keys.offsets(), batch.keys.weights_or_none()
         bags = batch.keys.stride()
-        tensors = []
+        parts = []
         for k in range(len(self._kernels)):
             first, last = self._first_feature[k], self._first_feature[k + 1]
             start, end = batch.feature_offsets[first].item(), batch.feature_offsets[last].item()
             offsets = all_offsets[first * bags : last * bags + 1]
-            tensors += [index_N[start:end], offsets - start if start else offsets]
-            if all_weights is not None:
-                tensors.append(all_weights[start:end])
-        placed = iter(upload(tensors))
-        return [
-            KernelInput(next(placed), next(placed), next(placed) if all_weights is not None else None)
-            for _ in self._kernels
-        ]
+            weights_N = None if all_weights is None else all_weights[start:end]
+            parts.append(Occurrences(index_N[start:end], offsets - start if start else offsets, weights_N))
+        return parts
 
     # ---- slots and kernels ---------------------------------------------------------------------------------------
 

@@ -11,17 +11,10 @@ if TYPE_CHECKING:
     from hybridrec.distributed.shard_table import ShardTable
 
 
-def refusal_error(plan: Plan, table: ShardTable | None, *, rank: int, world_size: int, slots: int) -> CapacityError:
+def refusal_error(plan: Plan, table: ShardTable | None, *, rank: int, world_size: int) -> CapacityError:
     """The error for a refused plan; the caller raises it on all ranks."""
     where = f"rank {rank} of {world_size}" if table is None else f"table {table.name!r} (rank {rank} of {world_size})"
     needed, available = f"{plan.needed:,}", f"{plan.available:,}"
-    if plan.status == PlanStatus.NO_SLOTS:
-        held = f", {plan.pinned:,} of them pinned by batches whose backward is still to come" if plan.pinned else ""
-        return CapacityError(
-            f"{where}: the batch needs {needed} slots of the device tier, which has {slots:,}{held}. Raise "
-            "device_rows (or planned_rows, or CacheParams(load_factor=...)) to at least the unique rows of the batches "
-            "in flight, or make the batch smaller."
-        )
     if plan.status == PlanStatus.QUOTA:
         assert table is not None
         if table.spec.full_policy == "evict":

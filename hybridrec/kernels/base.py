@@ -149,6 +149,10 @@ class LookupKernel(abc.ABC):
         """A kernel for lookups only, with the same forward arithmetic and its own slots (no optimizer state)."""
         return type(self)(replace(self._with_slots(num_slots), optimizer=OptimizerSpec(kind="none")))
 
+    def transient(self, num_slots: Sequence[int]) -> Self:
+        """A kernel with the same arithmetic, update included, over slots of its own."""
+        return type(self)(self._with_slots(num_slots))
+
     def _with_slots(self, num_slots: Sequence[int]) -> KernelSpec:
         tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))
         return replace(self.spec, tables=tables)

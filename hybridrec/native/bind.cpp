@@ -120,6 +120,22 @@ KeyBatch key_batch(Address keys, size_t num_keys, Address offsets, Address table
   return {at<const int64_t>(keys), num_keys, at<const int64_t>(offsets), at<const int64_t>(tables), num_features};
 }
 
+nb::tuple as_tuple(const Plan& p) {
+  return nb::make_tuple(p.status, p.table, p.needed, p.available, p.pinned, p.ordinal, p.num_unique, p.num_loads,
+                        p.num_inits, p.num_victims, p.num_write_backs);
+}
+
+nb::tuple plan_aside(ShardGroup& group, Address keys, size_t num_keys, Address offsets, Address tables,
+                     size_t num_features, Address index, Address unique_counts) {
+  Plan p;
+  {
+    nb::gil_scoped_release without_gil;
+    p = group.plan_aside(key_batch(keys, num_keys, offsets, tables, num_features), at<int64_t>(index),
+                         at<int64_t>(unique_counts));
+  }
+  return as_tuple(p);
+}
+
 nb::tuple plan(ShardGroup& group, Address keys, size_t num_keys, Address offsets, Address tables, size_t num_features,
                Address slots) {
   Plan p;
@@ -127,8 +143,7 @@ nb::tuple plan(ShardGroup& group, Address keys, size_t num_keys, Address offsets
     nb::gil_scoped_release without_gil;
     p = group.plan(key_batch(keys, num_keys, offsets, tables, num_features), at<int64_t>(slots));
   }
-  return nb::make_tuple(p.status, p.table, p.needed, p.available, p.pinned, p.ordinal, p.num_unique, p.num_loads,
-                        p.num_inits, p.num_victims, p.num_write_backs);
+  return as_tuple(p);
 }
 
 nb::tuple counters(ShardGroup& group, size_t table) {
@@ -146,6 +161,15 @@ void bind_batches(nb::class_<ShardGroup>& group) {
   group
       .def("plan", &plan, "keys_ptr"_a, "num_keys"_a, "feature_offsets_ptr"_a, "feature_table_ptr"_a, "num_features"_a,
            "slots_ptr"_a, "The 11 fields of protocol.Plan. int64 [N], [F + 1], [F] -> int64 [N].")
+      .def("plan_aside", &plan_aside, "keys_ptr"_a, "num_keys"_a, "feature_offsets_ptr"_a, "feature_table_ptr"_a,
+           "num_features"_a, "index_ptr"_a, "unique_counts_ptr"_a, "As plan. int64 [N], [T] are written.")
+      .def("num_batch_rows", &ShardGroup::num_batch_rows, "ordinal"_a, "table"_a, WithoutGil())
+      .def(
+          "batch_rows",
+          [](ShardGroup& g, uint64_t o, size_t table, Address rows, Address slots) {
+            g.batch_rows(o, table, at<uint32_t>(rows), at<int64_t>(slots));
+          },
+          "ordinal"_a, "table"_a, "rows_ptr"_a, "slots_ptr"_a, WithoutGil(), "uint32, int64 [num_batch_rows]")
       .def("swap", &ShardGroup::swap, "ordinal"_a, WithoutGil())
       .def(
           "swap_counts", [](ShardGroup& g, uint64_t o, Address counts) { g.swap_counts(o, at<int64_t>(counts)); },
@@ -217,6 +241,12 @@ void bind_reads(nb::class_<ShardGroup>& group) {
             g.read_records(table, at<const uint32_t>(rows), num_rows, at<float>(out));
           },
           "table"_a, "rows_ptr"_a, "num_rows"_a, "out_ptr"_a, WithoutGil(), "uint32 [n] -> float32 [n, D(1 + M) + A]")
+      .def(
+          "write_records",
+          [](ShardGroup& g, size_t table, Address rows, size_t num_rows, Address records) {
+            g.write_records(table, at<const uint32_t>(rows), num_rows, at<const float>(records));
+          },
+          "table"_a, "rows_ptr"_a, "num_rows"_a, "records_ptr"_a, WithoutGil(), "uint32 [n], float32 [n, D(1 + M) + A]")
       .def("counters", &counters, "table"_a, "The 17 fields of protocol.Counters.")
       .def("check", &ShardGroup::check, WithoutGil(), "Raise if an internal invariant is broken; for tests.");
 }

@@ -62,6 +62,20 @@ class CompiledShardGroup:
         with _errors():
             return Plan(*self._group.plan(*_batch(keys, feature_offsets, feature_table), slots.data_ptr()))
 
+    def plan_aside(
+        self, keys: Tensor, feature_offsets: Tensor, feature_table: Tensor, index: Tensor, unique_counts: Tensor
+    ) -> Plan:
+        with _errors():
+            batch = _batch(keys, feature_offsets, feature_table)
+            return Plan(*self._group.plan_aside(*batch, index.data_ptr(), unique_counts.data_ptr()))
+
+    def batch_rows(self, ordinal: int, table: int) -> tuple[UInt32s, Int64s]:
+        with _errors():
+            n = self._group.num_batch_rows(ordinal, table)
+            rows, slots = np.empty(n, dtype=np.uint32), np.empty(n, dtype=np.int64)
+            self._group.batch_rows(ordinal, table, _address(rows), _address(slots))
+        return rows, slots
+
     def swap(self, ordinal: int) -> None:
         with _errors():
             self._group.swap(ordinal)
@@ -143,6 +157,10 @@ class CompiledShardGroup:
         with _errors():
             self._group.read_records(table, _address(rows), len(rows), _address(records))
         return records
+
+    def write_records(self, table: int, rows: UInt32s, records: Floats) -> None:
+        with _errors():
+            self._group.write_records(table, _address(rows), len(rows), _address(records))
 
     def counters(self, table: int) -> Counters:
         with _errors():

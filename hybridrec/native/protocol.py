@@ -148,6 +148,20 @@ class ShardGroup(Protocol):
         pinned once.
         """
 
+    def plan_aside(
+        self, keys: object, feature_offsets: object, feature_table: object, index: object, unique_counts: object
+    ) -> Plan:
+        """MAP for a batch whose rows exceed the slots: as ``plan`` for ids, scores, quota and journal, but no slots.
+
+        ``index`` int64 [N], written: each key's number in order of first occurrence within its table;
+        ``unique_counts`` int64 [T], written. Rows stay where they are, nothing is pinned, and the initial records of
+        new rows are in the store when this returns: the batch counts as moved. While it is in flight, rows with its
+        score or a higher one are not evicted.
+        """
+
+    def batch_rows(self, ordinal: int, table: int) -> tuple[np.ndarray, np.ndarray]:
+        """(rows uint32, slots int64 or -1), [U_t] in order of first occurrence, of a batch in flight."""
+
     def swap(self, ordinal: int) -> None:
         """SWAP on a device tier that is host memory: dirty victims slot -> store, then loads and new rows -> slots."""
 
@@ -234,6 +248,9 @@ class ShardGroup(Protocol):
 
     def read_records(self, table: int, rows: np.ndarray) -> np.ndarray:
         """float32 [n, D * (1 + M) + A] from the store, for rows that are not dirty in a slot; for tests and export."""
+
+    def write_records(self, table: int, rows: np.ndarray, records: np.ndarray) -> None:
+        """float32 [n, D * (1 + M) + A] -> store, for live rows that are not dirty in a slot. Clean slots go stale."""
 
     def counters(self, table: int) -> Counters: ...
 

@@ -66,6 +66,10 @@ class ShardGroup:
         )
         self._give: Any = _as_it_is if is_compiled else _as_numpy
 
+    @property
+    def num_tables(self) -> int:
+        return len(self._specs)
+
     def bind_slots(
         self, table: int, weights: Tensor, row_states: Sequence[Tensor], row_wise_states: Sequence[Tensor]
     ) -> None:
@@ -123,6 +127,35 @@ class ShardGroup:
         if plan.num_loads or plan.num_inits:
             self._moving[plan.ordinal] = (plan.num_loads + plan.num_inits, plan.num_write_backs)
         return plan
+
+    def plan_aside(
+        self, keys: Tensor, feature_offsets: Tensor, feature_table: Tensor, index: Tensor, unique_counts: Tensor
+    ) -> Plan:
+        """MAP a batch that gets no slots: ids as in `plan`, rows stay where they are, new ones begin in the store.
+
+        It needs no move. Read and write its rows by `batch_rows`, `read_records` and `write_records`.
+
+        Args:
+            keys: int64 [N].
+            feature_offsets: int64 [F + 1].
+            feature_table: int64 [F].
+            index: int64 [N], written: 0 .. U_t - 1 within its table, in order of first occurrence; anything if refused.
+            unique_counts: int64 [T], written, unless the batch is refused.
+        """
+        num_keys, _ = check_batch("plan_aside", keys, feature_offsets, feature_table, len(self._specs))
+        check_tensor("plan_aside", "index", index, torch.int64, [num_keys])
+        check_tensor("plan_aside", "unique_counts", unique_counts, torch.int64, [len(self._specs)])
+        give = self._give
+        plan: Plan = self._core.plan_aside(
+            give(keys), give(feature_offsets), give(feature_table), give(index), give(unique_counts)
+        )
+        return plan
+
+    def batch_rows(self, ordinal: int, table: int) -> tuple[UInt32s, Int64s]:
+        """Rows uint32 [U] of a batch in flight in order of first occurrence, and where they are: int64 slots or -1."""
+        check_table("batch_rows", table, len(self._specs))
+        result: tuple[UInt32s, Int64s] = self._core.batch_rows(ordinal, table)
+        return result
 
     def swap(self, ordinal: int) -> None:
         """SWAP: dirty victims slot -> store, then loads and new rows -> slots. Needs `bind_slots`."""
@@ -271,15 +304,37 @@ class ShardGroup:
     def read_records(self, table: int, rows: UInt32s) -> NDArray[np.float32]:
         """float32 [n, D * (1 + M) + A] from the store, of live rows that are not newer in a slot."""
         check_table("read_records", table, len(self._specs))
-        if not isinstance(rows, np.ndarray) or rows.dtype != np.uint32 or rows.ndim != 1:
-            raise ConfigError("read_records: rows is no uint32 numpy array [n]. Take row numbers from entries().")
+        _check_rows("read_records", rows)
         records: NDArray[np.float32] = self._core.read_records(table, np.ascontiguousarray(rows))
         return records
+
+    def write_records(self, table: int, rows: UInt32s, records: NDArray[np.float32]) -> None:
+        """Replace records in the store, of live rows that are not newer in a slot; what slots hold stays as it is.
+
+        Args:
+            table: Index.
+            rows: uint32 [n], without repeats.
+            records: float32 [n, D * (1 + M) + A].
+        """
+        spec = self._specs[check_table("write_records", table, len(self._specs))]
+        _check_rows("write_records", rows)
+        width = spec.dim * (1 + spec.num_row_states) + spec.num_row_wise_states
+        if records.dtype != np.float32 or records.shape != (len(rows), width):
+            raise ConfigError(
+                f"write_records: records are {records.dtype} {list(records.shape)}. Accepted: float32 "
+                f"[{len(rows):,}, {width}]."
+            )
+        self._core.write_records(table, np.ascontiguousarray(rows), np.ascontiguousarray(records))
 
     def counters(self, table: int) -> Counters:
         """One table's counters since construction."""
         counters: Counters = self._core.counters(check_table("counters", table, len(self._specs)))
         return counters
+
+
+def _check_rows(call: str, rows: UInt32s) -> None:
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint32 or rows.ndim != 1:
+        raise ConfigError(f"{call}: rows is no uint32 numpy array [n]. Take row numbers from entries().")
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -49,7 +49,10 @@ class Scenario:
 
     optimizer: str = "adagrad"
     cache: str = "minimum"
-    """"all", "tenth", "minimum" (the largest batch's unique rows), or "default": `device_rows` is not given."""
+    """"all", "tenth", "minimum" (the largest batch's unique rows), "below" (four fifths of that, so that some batches do not
+    fit), "one" (row), or "default": `device_rows` is not given."""
+    transient_bytes: int | None = None
+    """Of what batches that do not fit pass through; None: as users have it."""
     kernel: str = "fused_uvm_caching"
     is_weighted: bool = False
     steps: int = 200
@@ -109,11 +112,13 @@ def device_rows(scenario: Scenario, table: Table, batches: Sequence[Sequence[Bat
         return scenario.ids_per_table
     if scenario.cache == "tenth":
         return max(1, scenario.ids_per_table // world_size // 10)
+    if scenario.cache == "one":
+        return 1
     largest = 1
     for everyone in batches:
         ids = {id_ for b in everyone for f in table.features for bag in b.bags[f] for id_, _ in bag}
         largest = max(largest, *(sum(owner(i, world_size) == r for i in ids) for r in range(world_size)))
-    return largest
+    return max(1, largest * 4 // 5) if scenario.cache == "below" else largest
 
 
 class Model(nn.Module):
@@ -172,6 +177,8 @@ def build(
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adagrad(p, lr=0.1)
     )
+    if scenario.transient_bytes is not None:
+        dmp.module.ebc.lookup._passes.transient_bytes = scenario.transient_bytes
     return dmp, CombinedOptimizer([dmp.fused_optimizer, dense])
 
 

@@ -34,6 +34,8 @@ class TableJournal:
     accesses: int
     access_hits: int
     unique_hits: int
+    is_aside: bool = False
+    """The batch has no slots: its rows are read from and written to the store."""
 
     @property
     def write_backs(self) -> list[Move]:
@@ -52,6 +54,7 @@ class BatchJournal:
     is_gathered: bool = False
     """Loads and new rows are in their slots."""
     is_committed: bool = False
+    is_aside: bool = False
 
     @property
     def has_moves(self) -> bool:

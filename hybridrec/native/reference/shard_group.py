@@ -69,12 +69,30 @@ class ShardGroup:
     # ---- MAP -----------------------------------------------------------------------------------------------------
 
     def plan(self, keys: Int64s, feature_offsets: Int64s, feature_table: Int64s, slots: Int64s) -> Plan:
+        return self._plan(keys, feature_offsets, feature_table, slots, is_aside=False)
+
+    def plan_aside(
+        self, keys: Int64s, feature_offsets: Int64s, feature_table: Int64s, index: Int64s, unique_counts: Int64s
+    ) -> Plan:
+        with self._lock:
+            plan = self._plan(keys, feature_offsets, feature_table, index, is_aside=True)
+            if plan.status == PlanStatus.OK:
+                journals = self._open.in_flight(plan.ordinal, "plan_aside").tables
+                unique_counts[...] = [len(journal.old_scores) for journal in journals]
+            return plan
+
+    def _plan(
+        self, keys: Int64s, feature_offsets: Int64s, feature_table: Int64s, slots: Int64s, *, is_aside: bool
+    ) -> Plan:
         with self._lock:
             ordinal = self._last_ordinal + 1
             if self._num_plans >= MAX_PLANS:
                 raise StateError(f"batch {ordinal:,}: {MAX_PLANS:,} batches were planned, the most there can be.")
             occurrences = self._by_table(keys, feature_offsets, feature_table)
-            decisions = self._decide(occurrences, ordinal)
+            kept_from = min((b.ordinal for b in self._open if b.is_aside and not b.is_committed), default=2**32 - 1)
+            for shard in self._tables:
+                shard.kept_from = kept_from
+            decisions = self._decide(occurrences, ordinal, is_aside=is_aside)
             if isinstance(decisions, Plan):
                 return decisions
             journals = [
@@ -82,7 +100,7 @@ class ShardGroup:
             ]
             self._last_ordinal = ordinal
             self._num_plans += 1
-            self._open.add(BatchJournal(ordinal, journals))
+            self._open.add(BatchJournal(ordinal, journals, is_aside=is_aside))
             for (positions, table_keys), decision in zip(occurrences, decisions, strict=True):
                 slots[positions] = [decision.slot_of_key[key] for key in table_keys]
             moves = [move for decision in decisions for move in decision.moves]
@@ -110,11 +128,13 @@ class ShardGroup:
         positions = [np.concatenate(part) for part in parts]
         return [(p, keys[p].tolist()) for p in positions]
 
-    def _decide(self, occurrences: list[tuple[Int64s, list[int]]], ordinal: int) -> list[Decision] | Plan:
+    def _decide(
+        self, occurrences: list[tuple[Int64s, list[int]]], ordinal: int, *, is_aside: bool
+    ) -> list[Decision] | Plan:
         decisions: list[Decision] = []
         num_bytes = self._host_bytes()
         for t, (shard, (_, keys)) in enumerate(zip(self._tables, occurrences, strict=True)):
-            decision = shard.decide(keys, ordinal)
+            decision = shard.decide(keys, ordinal, is_aside=is_aside)
             if isinstance(decision, Decision):
                 num_bytes += shard.extra_host_bytes(decision)
                 if self._budget and num_bytes > self._budget:
@@ -337,15 +357,26 @@ class ShardGroup:
         with self._lock:
             self._open.require_all_moved("read_records")
             shard = self._tables[table]
-            live = set(shard.ids.live_rows())
+            shard.require_stored(rows.tolist(), "read_records")
             records = np.empty((len(rows), shard.record_floats), dtype=np.float32)
             for i, row in enumerate(rows.tolist()):
-                slot = shard.slots.slot_of(row)
-                if row not in live or (slot >= 0 and shard.slots[slot].is_dirty):
-                    why = "is not live" if row not in live else f"is newer in slot {slot}; call flush() first"
-                    raise ConfigError(f"table {shard.spec.name!r}: read_records of row {row}, which {why}.")
                 records[i] = shard.store.read(row)
             return records
+
+    def write_records(self, table: int, rows: NDArray[np.uint32], records: Records) -> None:
+        with self._lock:
+            self._open.require_all_moved("write_records")
+            shard = self._tables[table]
+            shard.require_stored(rows.tolist(), "write_records")
+            for row, record in zip(rows.tolist(), records, strict=True):
+                shard.store.write(row, record)
+
+    def batch_rows(self, ordinal: int, table: int) -> tuple[NDArray[np.uint32], Int64s]:
+        with self._lock:
+            self._open.require_all_moved("batch_rows")
+            rows = list(self._open.in_flight(ordinal, "batch_rows").tables[table].old_scores)
+            slots = [self._tables[table].slots.slot_of(row) for row in rows]
+            return np.array(rows, dtype=np.uint32), np.array(slots, dtype=np.int64)
 
     def counters(self, table: int) -> Counters:
         with self._lock:

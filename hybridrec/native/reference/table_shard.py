@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridrec.errors import ConfigError
 from hybridrec.native.protocol import PlanStatus, ShardSpec
 from hybridrec.native.reference import id_map
 from hybridrec.native.reference.id_map import IdMap
@@ -54,8 +55,10 @@ class Decision:
     """Rows to drop, lowest (score, key) first."""
     moves: list[Move]
     slot_of_key: dict[int, int]
+    """Of a batch that is aside: the key's number in order of first occurrence."""
     accesses: int
     access_hits: int
+    is_aside: bool
 
 
 @dataclass
@@ -109,10 +112,12 @@ class TableShard:
         self.store = RowStore(self.record_floats)
         self.memory: SlotMemory | None = None
         self.counters = TableCounters()
+        self.kept_from = 2**32 - 1
+        """Rows with this score and higher ones are not evicted: a batch that is aside has no pins."""
 
     # ---- plan: decide, then apply --------------------------------------------------------------------------------
 
-    def decide(self, keys: list[int], ordinal: int) -> Decision | Refusal:
+    def decide(self, keys: list[int], ordinal: int, *, is_aside: bool) -> Decision | Refusal:
         """What a batch with these keys (occurrences, in order) needs. Changes nothing."""
         occurrences: dict[int, int] = {}
         for key in keys:
@@ -130,6 +135,18 @@ class TableShard:
         if new_rows and max(new_rows) >= id_map.MAX_ROWS:
             return Refusal(PlanStatus.TOO_MANY_ROWS, max(new_rows) + 1, id_map.MAX_ROWS)
 
+        if is_aside:
+            return Decision(
+                keys=uniques,
+                rows=rows,
+                new_rows=new_rows,
+                evicted=evicted,
+                moves=[],
+                slot_of_key={key: i for i, key in enumerate(uniques)},
+                accesses=len(keys),
+                access_hits=0,
+                is_aside=True,
+            )
         slot_of_row = {row: slot for row in known.values() if (slot := self.slots.slot_of(row)) >= 0}
         hits = sum(n for key, n in occurrences.items() if known.get(key) in slot_of_row)
         moves = self._decide_moves([row for row in rows if row not in slot_of_row], new_rows, set(slot_of_row.values()))
@@ -145,6 +162,7 @@ class TableShard:
             slot_of_key={key: slot_of_row[row] for key, row in zip(uniques, rows, strict=True)},
             accesses=len(keys),
             access_hits=hits,
+            is_aside=False,
         )
 
     def _decide_evictions(self, num_new: int, in_use: set[int], ordinal: int) -> list[int] | Refusal:
@@ -157,7 +175,9 @@ class TableShard:
             evictable = [
                 row
                 for row in self.ids.live_rows()
-                if scores[row] < ordinal - EVICTION_DISTANCE and row not in in_use and not self._is_pinned(row)
+                if scores[row] < min(ordinal - EVICTION_DISTANCE, self.kept_from)
+                and row not in in_use
+                and not self._is_pinned(row)
             ]
         if len(evictable) < needed - quota:
             return Refusal(PlanStatus.QUOTA, needed, quota)
@@ -181,7 +201,8 @@ class TableShard:
     def extra_host_bytes(self, decision: Decision) -> int:
         """Host memory that applying a decision will allocate."""
         numbers = max([self.ids.num_numbers, *(row + 1 for row in decision.new_rows)])
-        chunks = self.store.missing_chunks(move.victim for move in decision.moves if move.is_victim_dirty)
+        written = decision.new_rows if decision.is_aside else [m.victim for m in decision.moves if m.is_victim_dirty]
+        chunks = self.store.missing_chunks(written)
         return (numbers - self.ids.num_numbers) * ROW_INDEX_BYTES + self.store.chunk_bytes(len(chunks))
 
     def apply(self, decision: Decision, ordinal: int, plan_number: int) -> TableJournal:
@@ -209,7 +230,7 @@ class TableShard:
             if move.victim >= 0:
                 self.slots.leave(move.slot)
             self.slots.take(move.slot, move.row)
-        for position, row in enumerate(decision.rows):
+        for position, row in enumerate([] if decision.is_aside else decision.rows):
             slot = self.slots[self.slots.slot_of(row)]
             slot.pins += 1
             slot.last_use = (plan_number, position)
@@ -220,10 +241,19 @@ class TableShard:
             moves=decision.moves,
             accesses=decision.accesses,
             access_hits=decision.access_hits,
-            unique_hits=len(decision.rows) - len(decision.moves),
+            unique_hits=0 if decision.is_aside else len(decision.rows) - len(decision.moves),
+            is_aside=decision.is_aside,
         )
         self.store.allocate(move.victim for move in journal.write_backs)
+        if decision.is_aside:
+            self._store_new_rows(sorted(decision.new_rows))
         return journal
+
+    def _store_new_rows(self, rows: list[int]) -> None:
+        self.store.allocate(rows)
+        keys = np.array([self.ids.key_of_row[row] for row in rows], dtype=np.int64)
+        for row, record in zip(rows, self.initial_records(keys), strict=True):
+            self.store.write(row, record)
 
     # ---- moving values -------------------------------------------------------------------------------------------
 
@@ -285,7 +315,7 @@ class TableShard:
 
     def commit(self, journal: TableJournal) -> None:
         """The rows were updated in their slots."""
-        for row in journal.old_scores:
+        for row in [] if journal.is_aside else journal.old_scores:
             slot = self.slots[self.slots.slot_of(row)]
             slot.is_dirty = True
         self.unpin(journal)
@@ -357,7 +387,7 @@ class TableShard:
 
     def unpin(self, journal: TableJournal) -> None:
         """Let go of the slots of a batch."""
-        for row in journal.old_scores:
+        for row in [] if journal.is_aside else journal.old_scores:
             self.slots[self.slots.slot_of(row)].pins -= 1
 
     def _hand_over(self, row: int, is_beyond: bool, heir: TableJournal, is_committed: bool) -> None:
@@ -372,6 +402,17 @@ class TableShard:
             self.slots.free(slot)
         self.ids.drop(row)
         self.ids.free(row)
+
+    # ---- records of the store --------------------------------------------------------------------------------------
+
+    def require_stored(self, rows: list[int], call: str) -> None:
+        """Refuse rows that are not live, or newer in a slot than in the store."""
+        live = set(self.ids.live_rows())
+        for row in rows:
+            slot = self.slots.slot_of(row)
+            if row not in live or (slot >= 0 and self.slots[slot].is_dirty):
+                why = "is not live" if row not in live else f"is newer in slot {slot}; call flush() first"
+                raise ConfigError(f"table {self.spec.name!r}: {call} of row {row}, which {why}.")
 
     # ---- what is where -------------------------------------------------------------------------------------------
 

@@ -114,11 +114,35 @@ void ShardGroup::recycle(std::unique_ptr<Batch> batch) {
 
 Plan ShardGroup::plan(const KeyBatch& keys, int64_t* slots) {
   std::lock_guard lock(mutex_);
+  return plan_batch(keys, slots, /*is_aside=*/false);
+}
+
+Plan ShardGroup::plan_aside(const KeyBatch& keys, int64_t* index, int64_t* unique_counts) {
+  std::lock_guard lock(mutex_);
+  const Plan plan = plan_batch(keys, index, /*is_aside=*/true);
+  if (plan.status != static_cast<int64_t>(PlanStatus::kOk)) return plan;
+  for (const TableJournal& journal : batches_.back()->tables) *unique_counts++ = journal.num_uniques;
+  return plan;
+}
+
+// Batches aside have no pins, so what protects their rows from being evicted is how recently they were used.
+void ShardGroup::keep_rows_of_batches_aside() {
+  uint32_t oldest = ~0u;
+  for (const auto& batch : batches_) {
+    if (batch->is_aside && batch->state != State::kCommitted) oldest = std::min(oldest, batch->ordinal);
+  }
+  for (const auto& table : tables_) table->keep_from(oldest);
+}
+
+Plan ShardGroup::plan_batch(const KeyBatch& keys, int64_t* slots, bool is_aside) {
   split_by_table(keys);
   if (num_plans_ >= kInsertedBeyondPlan - 1) throw StateError("plan: 2^32 - 2 batches were planned, the most there can be.");
   const auto ordinal = static_cast<uint32_t>(next_ordinal_);
   const auto plan_number = static_cast<uint32_t>(num_plans_ + 1);
+  keep_rows_of_batches_aside();
   auto batch = new_batch();
+  batch->is_aside = is_aside;
+  for (TableJournal& journal : batch->tables) journal.is_aside = is_aside;
   refusals_.assign(tables_.size(), Refusal{});
   const auto plan_table = [&](size_t t) {
     refusals_[t] = tables_[t]->plan(keys.keys, ranges_[t], ordinal, plan_number, batch->tables[t], slots);

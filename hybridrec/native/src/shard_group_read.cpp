@@ -114,6 +114,27 @@ void ShardGroup::read_records(size_t table, const uint32_t* rows, size_t num_row
   for (size_t i = 0; i < num_rows; ++i) shard.read_record(rows[i], out + i * shard.record_floats());
 }
 
+void ShardGroup::write_records(size_t table, const uint32_t* rows, size_t num_rows, const float* records) {
+  std::lock_guard lock(mutex_);
+  TableShard& shard = table_at(table);
+  require_all_moved("write_records");
+  for (size_t i = 0; i < num_rows; ++i) shard.write_record(rows[i], records + i * shard.record_floats());
+  stream_fence();
+}
+
+size_t ShardGroup::num_batch_rows(uint64_t ordinal, size_t table) {
+  std::lock_guard lock(mutex_);
+  table_at(table);
+  return (*find_batch(ordinal, "batch_rows"))->tables[table].num_uniques;
+}
+
+void ShardGroup::batch_rows(uint64_t ordinal, size_t table, uint32_t* rows, int64_t* slots) {
+  std::lock_guard lock(mutex_);
+  require_all_moved("batch_rows");
+  const auto& batch = *find_batch(ordinal, "batch_rows");
+  table_at(table).batch_rows(batch->tables[table], rows, slots);
+}
+
 Counters ShardGroup::counters(size_t table) {
   std::lock_guard lock(mutex_);
   return table_at(table).counters();

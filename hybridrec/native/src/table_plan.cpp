@@ -6,6 +6,7 @@
 #include <new>
 
 #include "hybridrec/table_shard.h"
+#include "hybridrec/unique_keys.h"
 
 namespace hybridrec {
 
@@ -103,7 +104,7 @@ bool TableShard::map_keys(const int64_t* keys, size_t begin, size_t end, uint32_
 bool TableShard::evict(uint64_t count, uint32_t ordinal, TableJournal& journal) {
   std::vector<EvictedRow> evicted;
   ids_.for_each([&](const IdEntry& entry) {
-    if (entry.score + kEvictionDistance >= ordinal) return;
+    if (entry.score + kEvictionDistance >= ordinal || entry.score >= kept_from_) return;
     const uint32_t slot = slot_of_row_[entry.row];
     if (slot != kNoSlot && slots_.state(slot).pins != 0) return;
     evicted.push_back({entry.key, entry.row, entry.score});
@@ -157,25 +158,71 @@ void TableShard::find_slots(TableJournal& journal) {
   }
 }
 
-bool TableShard::allocate_chunks_for_victims(TableJournal& journal) {
+// The store's chunk of a row that is about to be written there, remembered in new_chunks_ if it is new.
+bool TableShard::allocate_chunk_of(uint32_t row) {
+  const uint32_t chunk = store_.chunk_of(row);
+  if (store_.has_chunk(chunk)) return true;
+  new_chunks_.reserve(new_chunks_.size() + 1);
+  if (!store_.allocate_chunk(chunk)) return false;
+  new_chunks_.push_back(chunk);
+  return true;
+}
+
+// All chunks or none.
+template <typename Allocate>
+bool TableShard::allocate_chunks(Allocate&& allocate) {
   new_chunks_.clear();
-  bool fits = true;
+  bool fits = false;
   try {
-    for (const Victim& victim : journal.victims) {
-      const uint32_t chunk = store_.chunk_of(victim.row);
-      if (!victim.is_dirty || store_.has_chunk(chunk)) continue;
-      new_chunks_.reserve(new_chunks_.size() + 1);
-      fits = store_.allocate_chunk(chunk);
-      if (!fits) break;
-      new_chunks_.push_back(chunk);
-    }
-  } catch (const std::bad_alloc&) {
-    fits = false;
+    fits = allocate();
+  } catch (const std::bad_alloc&) {  // refused by the system rather than by the budget
   }
   if (!fits) {
     for (uint32_t chunk : new_chunks_) store_.free_chunk(chunk);
   }
   return fits;
+}
+
+bool TableShard::allocate_chunks_for_victims(const TableJournal& journal) {
+  return allocate_chunks([&] {
+    return std::all_of(journal.victims.begin(), journal.victims.end(), [&](const Victim& victim) {
+      return !victim.is_dirty || allocate_chunk_of(victim.row);
+    });
+  });
+}
+
+// A batch that is aside: new rows begin in the store. False: refused, nothing was written.
+bool TableShard::store_new_rows(const TableJournal& journal, Refusal& refusal) {
+  const std::span<const Unique> uniques(journal.uniques.data(), journal.num_uniques);
+  const bool fits = allocate_chunks([&] {
+    return std::all_of(uniques.begin(), uniques.end(), [&](const Unique& unique) {
+      return !unique.is_inserted() || allocate_chunk_of(unique.row);
+    });
+  });
+  if (!fits) {
+    refusal = host_budget_refusal();
+    return false;
+  }
+  for (const Unique& unique : uniques) {
+    if (unique.is_inserted()) write_initial_record(unique.row);
+  }
+  return true;
+}
+
+// A batch that is aside: rows -> their numbers in order of first occurrence, which is that of the journal.
+void TableShard::number_rows(const KeyRanges& ranges, size_t num_keys, int64_t* rows) const {
+  UniqueKeys numbers;
+  numbers.start(num_keys);
+  for (const auto& [begin, end] : ranges) {
+    for (size_t i = begin; i < end; ++i) rows[i] = numbers.number(rows[i]);
+  }
+}
+
+bool TableShard::place(TableJournal& journal, Refusal& refusal) {
+  journal.slots.reserve(journal.num_uniques);
+  old_uses_.reserve(journal.num_uniques);
+  find_slots(journal);
+  return journal.misses.empty() || place_misses(journal, refusal);
 }
 
 // Pins the hits and gives every miss a slot. False: refused, the slots are as they were.
@@ -264,10 +311,7 @@ Refusal TableShard::plan(const int64_t* keys, const KeyRanges& ranges, uint32_t 
     if (fits) fits = apply_quota(ordinal, journal, refusal);
     if (fits) {
       mark_grown(journal);
-      journal.slots.reserve(journal.num_uniques);
-      old_uses_.reserve(journal.num_uniques);
-      find_slots(journal);
-      fits = journal.misses.empty() || place_misses(journal, refusal);
+      fits = journal.is_aside ? store_new_rows(journal, refusal) : place(journal, refusal);
     }
   } catch (const std::bad_alloc&) {
     fits = false;
@@ -276,6 +320,11 @@ Refusal TableShard::plan(const int64_t* keys, const KeyRanges& ranges, uint32_t 
   if (!fits) {
     undo_ids(journal);
     restore_evicted(journal);
+    return refusal;
+  }
+  if (journal.is_aside) {
+    journal.accesses = num_keys;
+    number_rows(ranges, num_keys, slots);
     return refusal;
   }
   stamp_slots(plan_number, journal);

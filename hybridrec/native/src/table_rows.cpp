@@ -117,6 +117,16 @@ void TableShard::write_staged_record(uint32_t row, const float* record) {
   for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) *store_.row_wise(row, a) = record[floats + a];
 }
 
+void TableShard::write_initial_record(uint32_t row) {
+  float* record = store_.record(row);
+  std::vector<float*> states(spec_.num_row_states);
+  for (size_t m = 0; m < states.size(); ++m) states[m] = record + (m + 1) * spec_.dim;
+  fill_initial(key_of_row_[row], record, states);
+  for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) {
+    *store_.row_wise(row, a) = spec_.state_initial_values[spec_.num_row_states + a];
+  }
+}
+
 void TableShard::scatter_victims(const TableJournal& journal, const float* staging) {
   for (const Victim& victim : journal.victims) {
     if (!victim.is_dirty) continue;
@@ -241,7 +251,7 @@ void TableShard::entries(int64_t* keys, uint32_t* rows, uint32_t* scores, int64_
   }
 }
 
-void TableShard::read_record(uint32_t row, float* out) const {
+void TableShard::require_stored(uint32_t row) const {
   const std::string where = "table '" + spec_.name + "': row " + std::to_string(row);
   const IdEntry* entry = row < next_unused_row_ ? ids_.find(key_of_row_[row]) : nullptr;
   if (entry == nullptr || entry->row != row) throw std::invalid_argument(where + " is no live row.");
@@ -249,9 +259,26 @@ void TableShard::read_record(uint32_t row, float* out) const {
   if (slot != kNoSlot && slots_.state(slot).dirty) {
     throw std::invalid_argument(where + " is newer in slot " + std::to_string(slot) + " than in the store. Call flush().");
   }
+}
+
+void TableShard::read_record(uint32_t row, float* out) const {
+  require_stored(row);
   const uint64_t floats = record_floats() - spec_.num_row_wise_states;
   std::memcpy(out, store_.record(row), floats * sizeof(float));
   for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) out[floats + a] = *store_.row_wise(row, a);
+}
+
+void TableShard::write_record(uint32_t row, const float* record) {
+  require_stored(row);
+  write_staged_record(row, record);
+}
+
+void TableShard::batch_rows(const TableJournal& journal, uint32_t* rows, int64_t* slots) const {
+  for (uint32_t u = 0; u < journal.num_uniques; ++u) {
+    rows[u] = journal.uniques[u].row;
+    const uint32_t slot = slot_of_row_[rows[u]];
+    slots[u] = slot == kNoSlot ? -1 : int64_t{slot};
+  }
 }
 
 Counters TableShard::counters() const {

@@ -47,6 +47,12 @@ void TableShard::undo_placement(TableJournal& journal, bool have_victims_left) {
 }
 
 void TableShard::roll_back(TableJournal& journal) {
+  if (!journal.is_aside) roll_back_slots(journal);
+  undo_ids(journal);
+  restore_evicted(journal);
+}
+
+void TableShard::roll_back_slots(TableJournal& journal) {
   for (uint32_t u = journal.num_uniques; u-- > 0;) slots_.unpin(journal.slots[u]);
   undo_placement(journal, /*have_victims_left=*/false);
   slots_.drop_uses(journal.num_uniques);
@@ -54,13 +60,11 @@ void TableShard::roll_back(TableJournal& journal) {
     SlotState& state = slots_.state(journal.slots[u]);
     if (slots_.row_of(journal.slots[u]) != kNoRow) state.last_use = old_uses_[u];
   }
-  undo_ids(journal);
-  restore_evicted(journal);
 }
 
 void TableShard::undo(TableJournal& journal, uint32_t ordinal, bool is_moved, bool have_victims_left,
                       std::span<const LaterJournal> later) {
-  for (uint32_t u = journal.num_uniques; u-- > 0;) slots_.unpin(journal.slots[u]);
+  for (uint32_t u = journal.is_aside ? 0 : journal.num_uniques; u-- > 0;) slots_.unpin(journal.slots[u]);
   if (!is_moved) {
     undo_placement(journal, have_victims_left);
     if (!have_victims_left) {
@@ -129,11 +133,11 @@ void TableShard::undo(TableJournal& journal, uint32_t ordinal, bool is_moved, bo
 
 void TableShard::commit(const TableJournal& journal) {
   const uint32_t num_uniques = journal.num_uniques;
-  slots_.commit_all(journal.slots.data(), num_uniques);
+  if (!journal.is_aside) slots_.commit_all(journal.slots.data(), num_uniques);
   counters_.accesses += journal.accesses;
   counters_.access_hits += journal.access_hits;
   counters_.uniques += num_uniques;
-  counters_.unique_hits += num_uniques - journal.misses.size();
+  if (!journal.is_aside) counters_.unique_hits += num_uniques - journal.misses.size();
   counters_.inserted += journal.inserted;
   counters_.grown += journal.grown;
   counters_.evicted += journal.evicted.size();

@@ -34,8 +34,9 @@ struct EvictedRow {
 };
 
 struct TableJournal {
+  bool is_aside = false;      // the batch has no slots: its rows are read from and written to the store
   PageArray<Unique> uniques;  // [num_uniques], in order of first occurrence
-  PageArray<uint32_t> slots;  // [num_uniques], each pinned once
+  PageArray<uint32_t> slots;  // [num_uniques], each pinned once; none of a batch that is aside
   uint32_t num_uniques = 0;
   std::vector<uint32_t> misses;       // positions in `uniques` of rows that had no slot
   std::vector<Victim> victims;        // victims[i] made room for misses[misses.size() - victims.size() + i]
@@ -51,6 +52,7 @@ struct TableJournal {
 
   uint64_t loads() const { return misses.size() - inits; }
   void clear() {
+    is_aside = false;
     num_uniques = 0;
     misses.clear();
     victims.clear();

@@ -55,6 +55,10 @@ class ShardGroup {
   void resize_slots(size_t table, uint64_t num_slots);
 
   Plan plan(const KeyBatch& batch, int64_t* slots);
+  Plan plan_aside(const KeyBatch& batch, int64_t* index, int64_t* unique_counts);
+  size_t num_batch_rows(uint64_t ordinal, size_t table);
+  void batch_rows(uint64_t ordinal, size_t table, uint32_t* rows, int64_t* slots);
+  void write_records(size_t table, const uint32_t* rows, size_t num_rows, const float* records);
   void swap(uint64_t ordinal);
   void swap_counts(uint64_t ordinal, int64_t* counts);
   void swap_slots(uint64_t ordinal, int64_t* load_slots, int64_t* victim_slots);
@@ -87,11 +91,14 @@ class ShardGroup {
     uint32_t ordinal = 0;
     State state = State::kPlanned;
     bool has_moves = false;
+    bool is_aside = false;
     std::vector<TableJournal> tables;
   };
   using Batches = std::deque<std::unique_ptr<Batch>>;
 
   TableShard& table_at(size_t table);
+  Plan plan_batch(const KeyBatch& batch, int64_t* slots, bool is_aside);
+  void keep_rows_of_batches_aside();
   void split_by_table(const KeyBatch& batch);
   std::unique_ptr<Batch> new_batch();
   void recycle(std::unique_ptr<Batch> batch);

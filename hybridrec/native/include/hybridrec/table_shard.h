@@ -138,6 +138,12 @@ class TableShard {
 
   void entries(int64_t* keys, uint32_t* rows, uint32_t* scores, int64_t* slots, uint32_t* pins) const;
   void read_record(uint32_t row, float* out) const;
+  // The record of a live row that is not newer in a slot; what a slot holds of it stays as it is.
+  void write_record(uint32_t row, const float* record);
+  // The unique rows of a batch and their slots, -1 for none.
+  void batch_rows(const TableJournal& journal, uint32_t* rows, int64_t* slots) const;
+  // Rows with this score and higher ones are not evicted: a batch that is aside has no pins.
+  void keep_from(uint32_t score) { kept_from_ = score; }
   Counters counters() const;
   void count_rejection() { ++counters_.rejected; }
   uint64_t num_rows() const { return ids_.size(); }
@@ -159,16 +165,25 @@ class TableShard {
   void mark_grown(TableJournal& journal) const;
   void find_slots(TableJournal& journal);
   bool place_misses(TableJournal& journal, Refusal& refusal);
-  bool allocate_chunks_for_victims(TableJournal& journal);
+  bool place(TableJournal& journal, Refusal& refusal);
+  bool allocate_chunk_of(uint32_t row);
+  template <typename Allocate>
+  bool allocate_chunks(Allocate&& allocate);
+  bool allocate_chunks_for_victims(const TableJournal& journal);
+  bool store_new_rows(const TableJournal& journal, Refusal& refusal);
+  void number_rows(const KeyRanges& ranges, size_t num_keys, int64_t* rows) const;
   void stamp_slots(uint32_t plan_number, TableJournal& journal);
   void write_slots(const KeyRanges& ranges, TableJournal& journal, int64_t* slots);
   void undo_ids(TableJournal& journal);
+  void roll_back_slots(TableJournal& journal);
   void restore_evicted(const TableJournal& journal);
   void undo_placement(TableJournal& journal, bool have_victims_left);
   template <typename Write>
   void flush_each(Write&& write);
   void write_record(uint32_t row, uint32_t slot);
   void write_staged_record(uint32_t row, const float* record);
+  void write_initial_record(uint32_t row);
+  void require_stored(uint32_t row) const;
   void read_slot_record(const float* staging_record, uint32_t row);
   void fill_initial(int64_t key, float* weights, std::span<float* const> row_states) const;
   Refusal host_budget_refusal() const;
@@ -185,7 +200,8 @@ class TableShard {
   uint32_t next_unused_row_ = 0;
   uint64_t row_number_bytes_ = 0;
   PageArray<uint32_t> old_uses_;  // of the current plan: the unique rows' slots' former last use
-  std::vector<uint32_t> new_chunks_;
+  std::vector<uint32_t> new_chunks_;  // of the current plan
+  uint32_t kept_from_ = ~0u;
   Counters counters_;
 };
 

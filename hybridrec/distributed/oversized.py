@@ -1,0 +1,292 @@
+"""Batches whose rows exceed the slots: computed exactly, in passes over transient slots, while the cache steps aside.
+
+Forward: samples are taken together as long as their rows fit the transient slots, so every bag is summed whole.
+Backward: rows are taken together as they fit, each with all its occurrences in order, so every row is stepped once, by
+the sum of its gradients. Rows come from the store and go back there; a row that is in a slot too is written to both. The kernel's
+class is that of ordinary batches, and a bag's sum or a row's step does not depend on what else is in a pass: the bits
+are those of one pass over everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hybridrec.backend import HOST
+from hybridrec.cache import BatchTransaction, TransactionLog
+from hybridrec.kernels.base import LookupKernel
+from hybridrec.types import SlotArrays
+
+TRANSIENT_BYTES = 64 << 20
+"""Of transient slots for all tables of a collection, unless one sample needs more."""
+
+
+class Occurrences(NamedTuple):
+    """What one kernel looks up in a batch, in host memory; F features, B samples."""
+
+    index_N: Tensor
+    """int64 [N]: number of the row among the unique rows of its table."""
+    offsets: Tensor
+    """int64 [F * B + 1]"""
+    weights_N: Tensor | None
+    """float32 [N]"""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of the tables of one kernel in one batch."""
+
+    unique_T: Tensor
+    """int64 [T]: unique rows."""
+    room_T: Tensor
+    """int64 [T]: transient slots."""
+
+
+class _Saved(NamedTuple):
+    """What `PassLookup.forward` leaves for `backward`."""
+
+    occurrences: Sequence[Occurrences]
+    sizes: Sequence[_Sizes]
+    learning_rates: Sequence[float]
+
+
+class PassLookup:
+    """Forward and backward of batches that have no slots. One caller at a time; nothing else moves rows meanwhile."""
+
+    def __init__(
+        self,
+        kernels: Sequence[LookupKernel],
+        place_of_table: Sequence[tuple[int, int]],
+        log: TransactionLog,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            kernels: Whose slots hold the resident rows.
+            place_of_table: [T] x (kernel, table within it).
+            log: Of the shards.
+            device: Where the kernels are.
+        """
+        self._kernels, self._log, self._device = kernels, log, device
+        self._tables_of_kernel = [[t for t, (k, _) in enumerate(place_of_table) if k == i] for i in range(len(kernels))]
+        self._transient: list[LookupKernel | None] = [None] * len(kernels)
+        self._num_tables = len(place_of_table)
+        self.transient_bytes = TRANSIENT_BYTES
+        """How much memory transient slots take; a sample that needs more gets more."""
+        self.num_passes = 0
+        """Since construction, both ways."""
+        self.moved_bytes = [0] * self._num_tables
+        """Per table, between store and transient slots."""
+
+    def forward(self, transaction: BatchTransaction, occurrences: Sequence[Occurrences]) -> tuple[Tensor, object]:
+        """Sum the rows of every bag.
+
+        Args:
+            transaction: Of the batch.
+            occurrences: One a kernel.
+
+        Returns:
+            float32 [B, columns of all kernels] on the device, and what `backward` needs.
+        """
+        pooled, sizes = [], []
+        for k, one in enumerate(occurrences):
+            sizes.append(self._make_room(k, transaction, one))
+            pooled.append(self._forward(k, transaction, one, sizes[k]))
+        saved = _Saved(occurrences, sizes, [kernel.learning_rate for kernel in self._kernels])
+        return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0], saved
+
+    def backward(self, transaction: BatchTransaction, saved: object, grads: Sequence[Tensor], *, step: int) -> None:
+        """Step every row of a batch once.
+
+        Args:
+            transaction: Of the batch.
+            saved: Of `forward`.
+            grads: float32 [B, columns of the kernel], one a kernel.
+            step: 1 for the collection's first committed batch.
+        """
+        assert isinstance(saved, _Saved)
+        for k, one in enumerate(saved.occurrences):
+            transient = self._transient[k]
+            assert transient is not None
+            transient.learning_rate = saved.learning_rates[k]
+            self._backward(k, transient, transaction, one, saved.sizes[k], grads[k], step)
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def _make_room(self, k: int, transaction: BatchTransaction, occurrences: Occurrences) -> _Sizes:
+        """Transient slots for a batch; more than before only if one of its samples needs them."""
+        assert transaction.unique_counts is not None
+        tables, kernel = self._tables_of_kernel[k], self._kernels[k]
+        unique_T = transaction.unique_counts[tables]
+        longest_T = _ids_per_sample(kernel, occurrences).amax(1) if occurrences.index_N.numel() else unique_T
+        share = self.transient_bytes // self._num_tables
+        room_T = torch.tensor(
+            [max(1, share // (4 * _record_floats(kernel.slot_arrays(t)))) for t in range(len(tables))]
+        )
+        room_T = torch.maximum(torch.minimum(room_T, unique_T), torch.minimum(longest_T, unique_T)).clamp(min=1)
+        transient = self._transient[k]
+        if transient is not None:
+            room_T = torch.maximum(room_T, torch.tensor([table.num_slots for table in transient.spec.tables]))
+        if transient is None or room_T.tolist() != [table.num_slots for table in transient.spec.tables]:
+            self._transient[k] = None  # the memory of the one before goes first
+            self._transient[k] = kernel.transient(room_T.tolist())
+        return _Sizes(unique_T, room_T)
+
+    def _forward(self, k: int, transaction: BatchTransaction, occurrences: Occurrences, sizes: _Sizes) -> Tensor:
+        kernel, transient = self._kernels[k], self._transient[k]
+        assert transient is not None
+        num_bags = (occurrences.offsets.shape[0] - 1) // len(kernel.spec.feature_table)
+        pooled = torch.zeros((num_bags, kernel.spec.total_dim), device=self._device)
+        table_N = _table_of_occurrence(kernel, occurrences)
+        rows_of_table = [self._log.group.batch_rows(transaction.ordinal, t)[0] for t in self._tables_of_kernel[k]]
+        base_T = torch.tensor([0, *itertools.accumulate(sizes.unique_T.tolist())])
+        for first, last in _samples_that_fit(_ids_per_sample(kernel, occurrences), sizes.room_T):
+            positions, offsets = _of_samples(occurrences.offsets, num_bags, first, last)
+            if not positions.numel():
+                continue
+            part_table_N = table_N[positions]
+            unique_U, place_N = torch.unique(base_T[part_table_N] + occurrences.index_N[positions], return_inverse=True)
+            starts_T = torch.searchsorted(unique_U, base_T)
+            for t, rows in enumerate(rows_of_table):
+                numbers = unique_U[starts_T[t] : starts_T[t + 1]] - base_T[t]
+                self._load(k, t, transient.slot_arrays(t), rows[numbers.numpy()], weights_only=True)
+            weights_N = None if occurrences.weights_N is None else occurrences.weights_N[positions]
+            pooled[first:last] = self._run(transient, place_N - starts_T[part_table_N], offsets, weights_N)[0]
+            self.num_passes += 1
+        return pooled
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def _backward(
+        self,
+        k: int,
+        transient: LookupKernel,
+        transaction: BatchTransaction,
+        occurrences: Occurrences,
+        sizes: _Sizes,
+        grad: Tensor,
+        step: int,
+    ) -> None:
+        where = [self._log.group.batch_rows(transaction.ordinal, t) for t in self._tables_of_kernel[k]]
+        room_N = sizes.room_T[_table_of_occurrence(self._kernels[k], occurrences)]
+        pass_N = occurrences.index_N // room_N
+        place_N = occurrences.index_N - pass_N * room_N
+        num_passes = math.ceil((sizes.unique_T / sizes.room_T).max().item())
+        for p in range(num_passes):
+            is_in = pass_N == p
+            positions = is_in.nonzero().flatten()
+            counts = torch.zeros(is_in.shape[0] + 1, dtype=torch.int64)
+            torch.cumsum(is_in, 0, out=counts[1:])
+            parts = []
+            for t, (rows, slots) in enumerate(where):
+                room = int(sizes.room_T[t])
+                parts.append((rows[p * room : (p + 1) * room], slots[p * room : (p + 1) * room]))
+                self._load(k, t, transient.slot_arrays(t), parts[t][0])
+            weights_N = None if occurrences.weights_N is None else occurrences.weights_N[positions]
+            _, pending = self._run(transient, place_N[positions], counts[occurrences.offsets], weights_N)
+            transient.backward(pending, grad, step=step)
+            for t, (rows, slots) in enumerate(parts):
+                self._store(k, t, transient.slot_arrays(t), rows, slots)
+            self.num_passes += 1
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, transient: LookupKernel, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None
+    ) -> tuple[Tensor, object]:
+        weights_N = None if weights_N is None else weights_N.to(self._device)
+        return transient.forward(slots_N.to(self._device), offsets.to(self._device), weights_N)
+
+    def _load(
+        self, k: int, table: int, arrays: SlotArrays, rows: NDArray[np.uint32], *, weights_only: bool = False
+    ) -> None:
+        """Store -> the first transient slots."""
+        if not len(rows):
+            return
+        t = self._tables_of_kernel[k][table]
+        records = torch.from_numpy(self._log.group.read_records(t, rows))
+        for array, columns in _columns(arrays):
+            array[: len(rows)] = records[:, columns].view(len(rows), *array.shape[1:])
+            if weights_only:
+                break
+        self.moved_bytes[t] += records.numel() * 4
+
+    def _store(
+        self, k: int, table: int, arrays: SlotArrays, rows: NDArray[np.uint32], slots: NDArray[np.int64]
+    ) -> None:
+        """The first transient slots -> store, and to the slots of the rows that are resident too."""
+        if not len(rows):
+            return
+        t = self._tables_of_kernel[k][table]
+        records = torch.empty((len(rows), _record_floats(arrays)))
+        for array, columns in _columns(arrays):
+            records[:, columns] = array[: len(rows)].view(len(rows), -1).to(HOST)
+        self._log.group.write_records(t, rows, records.numpy())
+        self.moved_bytes[t] += records.numel() * 4
+        resident = torch.from_numpy(np.flatnonzero(slots >= 0)).to(self._device)
+        if resident.numel():
+            at = torch.from_numpy(slots[slots >= 0]).to(self._device)
+            ours = self._kernels[k].slot_arrays(table)
+            for (array, _), (slot_array, _) in zip(_columns(arrays), _columns(ours), strict=True):
+                slot_array.index_copy_(0, at, array.index_select(0, resident))
+
+
+def _record_floats(arrays: SlotArrays) -> int:
+    """Floats of a record [weights | row states | row-wise states]."""
+    return arrays.weights.shape[1] * (1 + len(arrays.row_states)) + len(arrays.row_wise_states)
+
+
+def _columns(arrays: SlotArrays) -> Iterator[tuple[Tensor, slice]]:
+    """Each array, and where it is in a record."""
+    column = 0
+    for array in (arrays.weights, *arrays.row_states, *arrays.row_wise_states):
+        width = array.shape[1] if array.dim() > 1 else 1
+        yield array, slice(column, column + width)
+        column += width
+
+
+def _table_of_occurrence(kernel: LookupKernel, occurrences: Occurrences) -> Tensor:
+    """int64 [N]: index of the table within the kernel."""
+    features = torch.tensor(kernel.spec.feature_table)
+    num_bags = (occurrences.offsets.shape[0] - 1) // features.shape[0]
+    if num_bags == 0:
+        return torch.empty(0, dtype=torch.int64)
+    return features.repeat_interleave(occurrences.offsets[::num_bags].diff())
+
+
+def _ids_per_sample(kernel: LookupKernel, occurrences: Occurrences) -> Tensor:
+    """int64 [T, B]: ids of every sample in every table."""
+    features = torch.tensor(kernel.spec.feature_table)
+    lengths_FB = occurrences.offsets.diff().view(features.shape[0], -1)
+    counts_TB = lengths_FB.new_zeros((len(kernel.spec.tables), lengths_FB.shape[1]))
+    return counts_TB.index_add_(0, features, lengths_FB)
+
+
+def _samples_that_fit(ids_TB: Tensor, room_T: Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges of samples whose ids, distinct or not, fit the room of every table; a sample by itself always does."""
+    ends = torch.zeros((ids_TB.shape[0], ids_TB.shape[1] + 1), dtype=torch.int64)
+    torch.cumsum(ids_TB, 1, out=ends[:, 1:])
+    first = 0
+    while first < ids_TB.shape[1]:
+        limits = (ends[:, first] + room_T).unsqueeze(1)
+        last = int(torch.searchsorted(ends, limits, right=True).min()) - 1
+        last = max(last, first + 1)
+        yield first, last
+        first = last
+
+
+def _of_samples(offsets: Tensor, num_bags: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Positions int64 [n] of the occurrences of some samples, and the offsets int64 [F * (last - first) + 1] there."""
+    starts = offsets[:-1].view(-1, num_bags)[:, first:last].reshape(-1)
+    lengths = offsets.diff().view(-1, num_bags)[:, first:last].reshape(-1)
+    part = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=part[1:])
+    return (starts - part[:-1]).repeat_interleave(lengths) + torch.arange(int(part[-1])), part
