@@ -43,7 +43,7 @@ class TableStats:
     rejected: int
     """Batches refused because this table could not take them."""
     oversized: int
-    """Batches that needed more slots of this table than there are, and were computed in passes over transient slots."""
+    """Trained batches for which this table had too few slots, so that they went in passes over transient slots."""
     oversized_bytes: int
     """Rows that such batches moved between the store and transient slots."""
     pins: int

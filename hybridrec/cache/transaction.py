@@ -63,7 +63,7 @@ class BatchTransaction:
         """(its number, the event behind it) of the device's last use of the batch's slots."""
         self.plan = plan
         self.slots_N = slots_N
-        """int64 [N], host memory: the slot of every id of the batch. Aside: the number of its row in the batch's table."""
+        """int64 [N], host memory: the slot of every id; of a batch that is aside, its row's number within the table."""
         self.unique_counts = unique_counts
         """int64 [T], host memory, of a batch that is aside; else None."""
 

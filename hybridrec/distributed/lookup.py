@@ -64,6 +64,8 @@ class MappedBatch:
     ready: Any = None
     """Event behind the rows' and the inputs' arrival; None: they are there."""
     is_swapped: bool = False
+    oversized_table: int = -1
+    """Whose slots do not hold the batch's rows, so that it goes in passes; -1: it has slots."""
 
 
 class PooledLookup(nn.Module):
@@ -131,6 +133,7 @@ class PooledLookup(nn.Module):
         # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._num_retries = [0] * len(self._tables)
+        self._num_oversized = [0] * len(self._tables)
         self.batches_in_flight = 1
         """How many batches a pipeline wants to have slots at a time: what growing slots make room for."""
         self._wanted_slots = [0] * len(self._tables)
@@ -208,7 +211,9 @@ class PooledLookup(nn.Module):
         if not isinstance(result, BatchTransaction):
             return self._refusal(result)
         self._watch.oversized(planned, slots=self._num_slots[planned.table])
-        return MappedBatch(transaction=result, lease=Lease(result), keys=keys, feature_offsets=feature_offsets)
+        mapped = MappedBatch(transaction=result, lease=Lease(result), keys=keys, feature_offsets=feature_offsets)
+        mapped.oversized_table = planned.table
+        return mapped
 
     def _refusal(self, planned: Plan) -> CapacityError:
         table = self._tables[planned.table] if planned.table >= 0 else None
@@ -272,7 +277,7 @@ class PooledLookup(nn.Module):
                 table=table.name,
                 rank=self._rank,
                 slots=self._num_slots[t],
-                oversized=self._watch.num_oversized[t],
+                oversized=self._num_oversized[t],
                 oversized_bytes=self._passes.moved_bytes[t],
                 **self._counters(t),
             )
@@ -311,6 +316,7 @@ class PooledLookup(nn.Module):
         try:
             if batch.transaction.is_aside:
                 self._passes.backward(batch.transaction, saved, grads, step=step)
+                self._num_oversized[batch.oversized_table] += 1
             else:
                 for kernel, kept, part in zip(self._kernels, saved, grads, strict=True):
                     kernel.backward(kept, part, step=step)

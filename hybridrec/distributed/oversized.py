@@ -2,9 +2,9 @@
 
 Forward: samples are taken together as long as their rows fit the transient slots, so every bag is summed whole.
 Backward: rows are taken together as they fit, each with all its occurrences in order, so every row is stepped once, by
-the sum of its gradients. Rows come from the store and go back there; a row that is in a slot too is written to both. The kernel's
-class is that of ordinary batches, and a bag's sum or a row's step does not depend on what else is in a pass: the bits
-are those of one pass over everything.
+the sum of its gradients. Rows come from the store and go back there; a row that is in a slot too is written to both.
+The kernel's class is that of ordinary batches, and a bag's sum or a row's step does not depend on what else is in a
+pass: the bits are those of one pass over everything.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ class ShardWatch:
         # Tables that were planned to fit their slots and have not been seen to exceed them.
         self._fits_so_far = [t for t, s in enumerate(tables) if s.placed.placement is Placement.DEVICE]
         self._num_moved, self._look_at = 0, 1
-        self.num_oversized = [0] * len(self._tables)
-        """[T]: batches that were computed in passes because of the table."""
+        self._are_oversized: set[int] = set()
         self._budget_bytes = host_budget_bytes
         self._unchecked_bytes = 0
         self._largest_row_bytes = max(t.layout.store_bytes + t.layout.index_bytes for t in tables)
@@ -45,11 +44,11 @@ class ShardWatch:
         self._unchecked_bytes += plan.num_inits * self._largest_row_bytes
 
     def oversized(self, refused: Plan, *, slots: int) -> None:
-        """A batch that this plan refused for want of slots is computed in passes. Said once a table."""
+        """A batch that was refused for want of slots is computed in passes instead. Said once a table."""
         t = refused.table
-        self.num_oversized[t] += 1
-        if self.num_oversized[t] > 1:
+        if t in self._are_oversized:
             return
+        self._are_oversized.add(t)
         held = f", {refused.pinned:,} of them held by forwards whose backward is to come" if refused.pinned else ""
         logger.warning(
             "table %r (%s): a batch needs %s slots of the device tier, which has %s%s. Such batches are computed in "

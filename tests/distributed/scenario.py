@@ -49,7 +49,7 @@ class Scenario:
 
     optimizer: str = "adagrad"
     cache: str = "minimum"
-    """"all", "tenth", "minimum" (the largest batch's unique rows), "below" (four fifths of that, so that some batches do not
+    """"all", "tenth", "minimum" (the largest batch's unique rows), "below" (four fifths of that: some batches do not
     fit), "one" (row), or "default": `device_rows` is not given."""
     transient_bytes: int | None = None
     """Of what batches that do not fit pass through; None: as users have it."""

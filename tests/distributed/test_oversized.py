@@ -5,12 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hybridrec import HybridRecError
+from hybridrec.cache import TransactionLog
+from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.distributed.oversized import PassLookup
 from tests.distributed.pipelines import run_pipeline_against_oracle
-from tests.distributed.scenario import Scenario, run_against_oracle
+from tests.distributed.scenario import Scenario, build, make_batch, run_against_oracle, state_of, to_kjt
+from tests.distributed.test_capacity import DIM, bag_of, evicting_run, shard
+from tests.distributed.test_refusal import bits, counters
 from tests.ranks import RankPool
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
@@ -73,3 +83,167 @@ def test_in_the_pipeline(pool_2: RankPool, depth: int, optimizer: str, cache: st
     for result in pool_2.run(run_pipeline_against_oracle, scenario, depth, delay_seed=depth):
         assert all(s.rejected == 0 and s.pins == 0 for s in result["stats"])
         assert sum(s.oversized for s in result["stats"]) > 0
+
+
+# ---- beside other batches ------------------------------------------------------------------------------------------
+
+LARGE = {"user": 200, "item": 300, "word": 200}
+
+
+def nested(small: bool, optimizer: str) -> tuple[list[float], list[dict[int, bytes]]]:
+    """Forwards whose backwards come later, in either order, with eval reads and dropped forwards between."""
+    scenario = Scenario(optimizer=optimizer, steps=16, transient_bytes=FEW_BYTES if small else None)
+    dmp, fused = build(scenario, dict.fromkeys(LARGE, 24) if small else LARGE)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = [make_batch(scenario, step, rank, world_size) for step in range(scenario.steps)]
+
+    def forward(step: int) -> torch.Tensor:
+        loss: torch.Tensor = dmp(to_kjt(scenario, batches[step]), batches[step].labels)
+        return loss
+
+    losses = []
+    for step in range(0, 15, 3):
+        fused.zero_grad()
+        first, second = forward(step), forward(step + 1)
+        with torch.no_grad():
+            read = forward(step + 2)
+        dropped = forward(step + 2)
+        losses += [first.item(), second.item(), read.item(), dropped.item()]
+        del dropped
+        for loss in (first, second) if step % 2 else (second, first):
+            loss.backward()
+        fused.step()
+    stats = dmp.module.ebc.stats()
+    assert all(s.pins == 0 for s in stats)
+    assert bool(sum(s.oversized for s in stats)) == small, stats
+    return losses, bits(dmp)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_between_forwards_whose_backwards_come_later(
+    pools: dict[int, RankPool], world_size: int, optimizer: str
+) -> None:
+    """Rows of a batch in passes may be in slots that other batches pin; both copies are stepped."""
+    for small, large in zip(
+        pools[world_size].run(nested, True, optimizer), pools[world_size].run(nested, False, optimizer), strict=True
+    ):
+        assert small == large
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_evicts_the_rows_that_the_rule_names(pools: dict[int, RankPool], world_size: int) -> None:
+    max_rows = 80 if world_size == 1 else 96
+    small, large = (pools[world_size].run(evicting_run, max_rows, device_rows, 60) for device_rows in (2, 64))
+    for rank in range(world_size):
+        assert small[rank]["wrong"] == large[rank]["wrong"] == ""
+        assert small[rank]["evicted"] and small[rank] == large[rank]
+
+
+def refused(kind: str) -> dict[str, Any]:
+    """A batch that would go in passes is refused: by this rank's quota or budget, or by another rank's input."""
+    limit: dict[str, Any] = {"max_rows": 60, "full_policy": "error"}
+    if kind == "budget":
+        limit = {"host_memory_bytes": 3_000_000}  # a chunk of rows takes 2 MiB, and this batch needs a second one
+    elif kind == "other rank":
+        limit = {}
+    dmp = shard(device_rows=4, **limit)
+    for step in range(3):
+        dmp(bag_of(list(range(10 * step, 10 * step + 10)))).backward()
+    before, counted = bits_of_one(dmp), counters(dmp)
+    features = bag_of(list(range(20, 100_000)) if kind == "budget" else list(range(20, 120)))
+    if kind == "other rank" and dist.get_rank() == 1:
+        features = KeyedJaggedTensor(keys=["g"], values=torch.tensor([1]), lengths=torch.tensor([1]))
+    try:
+        dmp(features)
+        error = ""
+    except HybridRecError as e:
+        error = str(e)
+    unchanged = bits_of_one(dmp) == before and counters(dmp) == counted
+    dmp(bag_of(list(range(10)))).backward()
+    goes_on = bits_of_one(dmp) != before and all(s.pins == 0 for s in dmp.module.ebc.stats())
+    return {"error": error, "unchanged": unchanged, "goes on": goes_on}
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"), [("quota", "full_policy='error'"), ("budget", "host memory"), ("other rank", "'f'")]
+)
+def test_refused_on_all_ranks(pool_2: RankPool, kind: str, match: str) -> None:
+    results = pool_2.run(refused, kind)
+    for result in results:
+        assert match in result["error"] and result["error"] == results[0]["error"], result
+        assert result["unchanged"] and result["goes on"], result
+
+
+def bits_of_one(dmp: torch.nn.Module) -> dict[int, bytes]:
+    (rows,) = state_of(dmp)
+    return {i: row.tobytes() for i, row in rows.items()}
+
+
+# ---- what is told --------------------------------------------------------------------------------------------------
+
+
+def warned() -> tuple[list[str], list[Any], int]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hybridrec").addHandler(handler)
+    try:
+        dmp = shard(device_rows=4)
+        for step in range(5):
+            dmp(bag_of(list(range(10 * step, 10 * step + 10)))).backward()
+            dmp(bag_of([10 * step])).backward()
+        passes = dmp.module.ebc.lookup._passes.num_passes
+    finally:
+        logging.getLogger("hybridrec").removeHandler(handler)
+    return records, list(dmp.module.ebc.stats()), passes
+
+
+def test_said_once_and_counted(pool_1: RankPool) -> None:
+    ((records, (stats,), passes),) = pool_1.run(warned)
+    said = [r for r in records if "in passes" in r]
+    assert len(said) == 1 and "table 't' (rank 0 of 1)" in said[0] and "10 slots" in said[0] and "has 4" in said[0]
+    assert stats.oversized == 5 and stats.rejected == 0
+    assert stats.oversized_bytes == 5 * 10 * 3 * 4 * DIM  # weights for the forward, there and back for the update
+    assert passes == 10
+    assert stats.accesses == 55
+
+
+# ---- mutants ---------------------------------------------------------------------------------------------------------
+
+
+def mutated(name: str) -> None:
+    """Each breaks one rule of `PassLookup`'s; the runs above must then differ from their oracles."""
+    lookup = PooledLookup.update
+    patches = {
+        "no write-back before": mock.patch.object(TransactionLog, "flush", lambda self: self.settle()),
+        "slots of resident rows are forgotten": mock.patch(
+            "hybridrec.distributed.oversized.np.flatnonzero", lambda is_resident: np.empty(0, dtype=np.int64)
+        ),
+        "rows are not stored": mock.patch.object(PassLookup, "_store", lambda *args: None),
+        "the step's number is lost": mock.patch.object(
+            PooledLookup, "update", lambda self, b, s, g: (setattr(self.log, "committed", 0), lookup(self, b, s, g))
+        ),
+    }
+    with patches[name]:
+        if name == "the step's number is lost":
+            run_against_oracle(Scenario(cache="one", optimizer="adam", steps=6, transient_bytes=FEW_BYTES))
+        elif name == "slots of resident rows are forgotten":
+            small, large = nested(True, "sgd"), nested(False, "sgd")
+            assert small == large
+        else:
+            run_against_oracle(Scenario(cache="below", optimizer="sgd", steps=30, transient_bytes=FEW_BYTES))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no write-back before",
+        "slots of resident rows are forgotten",
+        "rows are not stored",
+        "the step's number is lost",
+    ],
+)
+def test_mutant_is_caught(pool_1: RankPool, name: str) -> None:
+    with pytest.raises(Exception, match="is not|loss|assert|newer in slot"):
+        pool_1.run(mutated, name)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hybridrec import CapacityError, HybridRecError, IdError
+from hybridrec import HybridRecError, IdError
 from tests.distributed.scenario import Scenario, build, make_batch, state_of, to_kjt
 from tests.ranks import RankPool
 
@@ -50,7 +50,7 @@ def refuse_one(kind: str, rank_with_fault: int) -> dict[str, object]:
     batch = make_batch(scenario, 11, rank, dist.get_world_size())  # not empty on any rank
     features = to_kjt(scenario, batch)
     if rank == rank_with_fault:
-        features = bad_features(kind, features, batch.num_bags)
+        features = bad_features(kind, features)
     try:
         dmp(features, batch.labels)
     except HybridRecError as e:
@@ -58,7 +58,6 @@ def refuse_one(kind: str, rank_with_fault: int) -> dict[str, object]:
     else:
         error = None
     same = bits(dmp) == before and counters(dmp) == counted
-    rejected = sum(s.rejected for s in dmp.module.ebc.stats())
     later = train(dmp, optimizer, scenario, range(10, 20))
     expected = train(untouched, untouched_optimizer, scenario, range(10, 20))
     return {
@@ -66,17 +65,11 @@ def refuse_one(kind: str, rank_with_fault: int) -> dict[str, object]:
         "text": str(error),
         "unchanged": same,
         "goes on": later == expected and bits(dmp) == bits(untouched),
-        "rejected": rejected,
     }
 
 
-def bad_features(kind: str, features: KeyedJaggedTensor, num_bags: int) -> KeyedJaggedTensor:
+def bad_features(kind: str, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     keys, values, lengths = features.keys(), features.values(), features.lengths()
-    if kind == "too many unique rows":
-        ids = torch.arange(4000, dtype=torch.int64)
-        lengths = torch.zeros(len(keys) * num_bags, dtype=torch.int64)
-        lengths[0] = ids.numel()
-        return KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths)
     if kind == "float ids":
         return KeyedJaggedTensor(keys=keys, values=values.float(), lengths=lengths)
     if kind == "missing feature":
@@ -89,7 +82,6 @@ def bad_features(kind: str, features: KeyedJaggedTensor, num_bags: int) -> Keyed
 @pytest.mark.parametrize(
     ("kind", "error", "match"),
     [
-        ("too many unique rows", CapacityError, "table 'user'"),
         ("float ids", IdError, "float32"),
         ("missing feature", IdError, "'user'"),
         ("lengths too long", IdError, "lengths"),
@@ -107,8 +99,6 @@ def test_refused_on_all_ranks(
             assert result["unchanged"], result
             assert result["goes on"], result
         assert len({result["text"] for result in results}) == 1
-        if error is CapacityError:
-            assert sum(r["rejected"] for r in results) >= 1
 
 
 def forward_only(kind: str) -> dict[str, object]:

@@ -146,15 +146,20 @@ class Driver:
 
     # ---- calls ---------------------------------------------------------------------------------------------------
 
-    def plan(self, ids: list[list[int]]) -> Plan:
+    def plan(self, ids: list[list[int]], *, is_aside: bool = False) -> Plan:
         """One batch: per feature its ids; features 0 and 2 are of table 0, feature 1 of table 1."""
         keys = [[plain.signed(plain.mix64(i)) for i in feature] for feature in ids]
-        expected, slots = self.model.plan([keys[0] + keys[2], keys[1]])
+        expected, slots = self.model.plan([keys[0] + keys[2], keys[1]], is_aside=is_aside)
         offsets = [0, *np.cumsum([len(k) for k in keys]).tolist()]
         keys_N = torch.tensor([key for k in keys for key in k], dtype=torch.int64)
         for system in self.systems:
             slots_N = torch.full_like(keys_N, -7)
-            plan = self._call(system, "plan", keys_N, torch.tensor(offsets), torch.tensor([0, 1, 0]), slots_N)
+            counts = [torch.full((2,), -7)] if is_aside else []
+            batch = keys_N, torch.tensor(offsets), torch.tensor([0, 1, 0]), slots_N
+            plan = self._call(system, "plan_aside" if is_aside else "plan", *batch, *counts)
+            if is_aside and plan.status == PlanStatus.OK:
+                unique = [len(table.batch(plan.ordinal).rows) for table in self.model.tables]
+                self._same(system, "unique counts", counts[0].tolist(), unique)
             self._same(system, "plan", tuple(plan), tuple(expected))
             if plan.status == PlanStatus.OK:
                 first, second, third = slots_N.split([len(k) for k in keys])
@@ -198,7 +203,12 @@ class Driver:
     def commit(self, ordinal: int) -> None:
         """Train the batch's rows in their slots, as a kernel would, and commit."""
         is_legal = self.model.can_commit(ordinal)
-        if is_legal:
+        if is_legal and self.model.tables[0].batch(ordinal).is_aside:
+            if not self.model.can_read():
+                return  # nobody writes records while rows of later batches are on their way
+            self.flush()
+            self._train_records(ordinal)
+        elif is_legal:
             self._train(ordinal)
         self._step("commit", ordinal, is_legal=is_legal)
 
@@ -285,6 +295,24 @@ class Driver:
                 found = system.slots[t].read(slots)
                 self._same(system, f"rows of batch {ordinal} in their slots", found.tolist(), expected.tolist())
                 system.slots[t].write(slots, found + torch.from_numpy(steps))
+            for row, value in zip(rows, expected + steps, strict=True):
+                table.values[row] = value
+
+    def _train_records(self, ordinal: int) -> None:
+        """The batch has no slots: its rows are read from the store and written there, and to slots they are in too."""
+        for t, table in enumerate(self.model.tables):
+            rows = list(table.batch(ordinal).rows.values())
+            expected = np.array([table.values[row] for row in rows], dtype=np.float32).reshape(-1, self._width(t))
+            steps = np.random.default_rng([ordinal, t]).standard_normal(expected.shape).astype(np.float32)
+            resident = [i for i, row in enumerate(rows) if table.slot_of(row) >= 0]
+            for system in self.systems:
+                found, slots = self._call(system, "batch_rows", ordinal, t)
+                self._same(system, f"rows of batch {ordinal}", found.tolist(), rows)
+                self._same(system, f"slots of batch {ordinal}", slots.tolist(), [table.slot_of(row) for row in rows])
+                records = self._call(system, "read_records", t, found)
+                self._same(system, f"records of batch {ordinal}", records.tolist(), expected.tolist())
+                self._call(system, "write_records", t, found, records + steps)
+                system.slots[t].write(torch.from_numpy(slots[resident]), torch.from_numpy((records + steps)[resident]))
             for row, value in zip(rows, expected + steps, strict=True):
                 table.values[row] = value
 
@@ -389,7 +417,7 @@ def random_operation(driver: Driver, rng: random.Random, num_ids: int) -> None:
     draw = rng.random()
     if draw < 0.33 and len(in_flight) < 5:
         longest = 8 if rng.random() < 0.05 else 2
-        driver.plan(random_batch(rng, num_ids=num_ids, longest=longest))
+        driver.plan(random_batch(rng, num_ids=num_ids, longest=longest), is_aside=rng.random() < 0.1)
     elif draw < 0.6 and unmoved:
         draw = rng.random()
         if draw < 0.4:

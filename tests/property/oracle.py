@@ -39,6 +39,7 @@ class ModelBatch:
     accesses: int
     access_hits: int
     unique_hits: int
+    is_aside: bool = False
     is_committed: bool = False
 
 
@@ -77,7 +78,7 @@ class TableModel:
         return next((s for s, r in self.slots.items() if r == row), -1)
 
     def pins(self, row: int) -> int:
-        return sum(row in b.rows.values() for b in self.open if not b.is_committed)
+        return sum(row in b.rows.values() for b in self.open if not b.is_committed and not b.is_aside)
 
     def initial(self, key: int) -> np.ndarray:
         spec = self.spec
@@ -117,7 +118,9 @@ class TableModel:
 
     # ---- plan ----------------------------------------------------------------------------------------------------
 
-    def decide(self, keys: list[int], ordinal: int) -> ModelBatch | tuple[PlanStatus, int, int, int]:
+    def decide(
+        self, keys: list[int], ordinal: int, *, is_aside: bool = False
+    ) -> ModelBatch | tuple[PlanStatus, int, int, int]:
         live, _ = self.replay()
         uniques = list(dict.fromkeys(keys))
         new = [key for key in uniques if key not in live]
@@ -127,7 +130,7 @@ class TableModel:
         rows = dict(zip(new, self.free_rows, strict=False)) | {k: live[k][0] for k in uniques if k in live}
         rows = {key: rows[key] for key in uniques}
         resident = {key for key in uniques if key in live and self.slot_of(rows[key]) >= 0}
-        missing = [key for key in uniques if key not in resident]
+        missing = [] if is_aside else [key for key in uniques if key not in resident]
         pinned = {slot for slot, row in self.slots.items() if self.pins(row)}
         in_use = {self.slot_of(rows[key]) for key in resident}
         victims = sorted(set(self.slots) - pinned - in_use, key=lambda s: self.last_use[s])
@@ -142,6 +145,8 @@ class TableModel:
             )
         total = len(live) - len(evicted)
         beyond = {key for n, key in enumerate(new, start=total + 1) if n > self.spec.planned_rows}
+        if is_aside:
+            return ModelBatch(ordinal, rows, evicted, beyond, [], len(keys), 0, 0, is_aside=True)
         hits = sum(key in resident for key in keys)
         return ModelBatch(ordinal, rows, evicted, beyond, moves, len(keys), hits, len(resident))
 
@@ -151,10 +156,11 @@ class TableModel:
         excess = len(live) + num_new - self.spec.max_rows
         if self.spec.full_policy == "grow" or excess <= 0:
             return []
+        kept_from = min((b.ordinal for b in self.open if b.is_aside and not b.is_committed), default=ordinal)
         old = sorted(
             (score, key & plain.MASK, key, row)
             for key, (row, score) in live.items()
-            if score < ordinal - 12 and key not in uniques and not self.pins(row)
+            if score < min(ordinal - 12, kept_from) and key not in uniques and not self.pins(row)
         )
         if self.spec.full_policy == "error" or len(old) < excess:
             return None
@@ -173,7 +179,7 @@ class TableModel:
             else:
                 self.dirty.discard(move.victim)
             self.slots[move.slot] = move.row
-        for position, row in enumerate(batch.rows.values()):
+        for position, row in enumerate([] if batch.is_aside else batch.rows.values()):
             self.last_use[self.slot_of(row)] = (self.num_plans, position)
         self.num_plans += 1
 
@@ -197,7 +203,7 @@ class TableModel:
     def commit(self, ordinal: int) -> None:
         batch = self.batch(ordinal)
         batch.is_committed = True
-        self.dirty.update(batch.rows.values())
+        self.dirty.update([] if batch.is_aside else batch.rows.values())
         for name in ("accesses", "access_hits", "unique_hits"):
             self.count(name, getattr(batch, name))
         self.count("uniques", len(batch.rows))
@@ -265,11 +271,11 @@ class GroupModel:
         self.is_scattered: set[int] = set()
         self.is_gathered: set[int] = set()
 
-    def plan(self, keys: list[list[int]]) -> tuple[Plan, list[list[int]]]:
-        """The plan, and per table the slot of every key."""
+    def plan(self, keys: list[list[int]], *, is_aside: bool = False) -> tuple[Plan, list[list[int]]]:
+        """The plan, and per table the slot of every key; of a batch aside its number in order of first occurrence."""
         decided: list[ModelBatch] = []
         for t, (table, table_keys) in enumerate(zip(self.tables, keys, strict=True)):
-            decision = table.decide(table_keys, self.ordinal + 1)
+            decision = table.decide(table_keys, self.ordinal + 1, is_aside=is_aside)
             if not isinstance(decision, ModelBatch):
                 table.count("rejected")
                 status, needed, available, pinned = decision
@@ -287,6 +293,8 @@ class GroupModel:
             sum(move.was_dirty for move in moves),
         )  # fmt: skip
         pairs = zip(self.tables, decided, keys, strict=True)
+        if is_aside:
+            return plan, [[list(b.rows).index(key) for key in table_keys] for _, b, table_keys in pairs]
         return plan, [[t.slot_of(b.rows[key]) for key in table_keys] for t, b, table_keys in pairs]
 
     def open_ordinals(self) -> list[int]:

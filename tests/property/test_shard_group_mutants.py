@@ -155,8 +155,8 @@ def allow_a_commit_before_the_swap(patch: pytest.MonkeyPatch) -> None:
 def change_a_score_when_a_plan_is_refused(patch: pytest.MonkeyPatch) -> None:
     original = TableShard.decide
 
-    def decide(self: TableShard, keys: list[int], ordinal: int) -> Any:
-        decision = original(self, keys, ordinal)
+    def decide(self: TableShard, keys: list[int], ordinal: int, *, is_aside: bool) -> Any:
+        decision = original(self, keys, ordinal, is_aside=is_aside)
         row = self.ids.find(keys[0]) if keys else None
         if row is not None and not hasattr(decision, "moves"):
             self.ids.score_of_row[row] = ordinal
