@@ -6,10 +6,8 @@ here with plain loops. A batch is its own `Batch` of distinct bags, filled up wi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,24 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
-from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, HybridTrainPipelineSparseDist
-from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig
 from hybridrec.modules.variable_batch import expand
+from tests.distributed.kjt_forms import train
 from tests.distributed.oracle import Batch, Oracle
-from tests.distributed.pipelines import PipelineBatch, PipelinedModel, delays, settle
 from tests.distributed.scenario import (
-    OPTIMIZERS,
-    Model,
     Scenario,
     build,
-    compare_state,
     device_rows,
-    make_dense,
-    raise_together,
     state_of,
     universe,
 )
@@ -154,54 +145,14 @@ def _slots(scenario: Scenario, batches: list[list[Variable]]) -> dict[str, int]:
     return {t.name: device_rows(scenario, t, batches, dist.get_world_size()) for t in scenario.tables}
 
 
-def _oracle(scenario: Scenario) -> tuple[VariableOracle, torch.optim.Optimizer]:
-    dense = DistributedDataParallel(make_dense(sum(t.dim * len(t.features) for t in scenario.tables)))
-    optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
-    oracle = VariableOracle(
-        scenario.tables,
-        {t.name: universe(scenario, t) for t in scenario.tables},
-        OptimizerSpec.from_class(optimizer_class, dict(kwargs), table="oracle"),
-        dense,
-        is_weighted=scenario.is_weighted,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    return oracle, torch.optim.Adagrad(dense.parameters(), lr=0.1)
-
-
 def train_variable(scenario: Scenario, depth: int | None) -> int:
-    """Train this rank against its oracle, bit for bit: in a plain loop, or in a pipeline of some depth."""
+    """Train this rank against its oracle, bit for bit; returns how many rows came back from the store."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = [[make_variable(scenario, s, r) for r in range(world_size)] for s in range(scenario.steps)]
-    dmp, optimizer = build(scenario, _slots(scenario, batches), Model if depth is None else PipelinedModel)
-    oracle, dense_optimizer = _oracle(scenario)
-    step_of: Callable[[Variable], float]
-    if depth is None:
-
-        def step_of(batch: Variable) -> float:
-            optimizer.zero_grad()
-            loss = dmp(batch.kjt(scenario), batch.labels)
-            loss.backward()
-            optimizer.step()
-            return float(loss.item())
-    else:
-        pipeline = HybridTrainPipelineSparseDist(dmp, optimizer, torch.device("cpu"), pipe_n_batch=depth)
-        iterator = iter([PipelineBatch(b[rank].kjt(scenario), b[rank].labels) for b in batches])
-
-        def step_of(batch: Variable) -> float:
-            return float(pipeline.progress(iterator).item())
-
-    with delays(seed=1) if depth is not None else contextlib.nullcontext():
-        for step, everyone in enumerate(batches):
-            loss = step_of(everyone[rank])
-            expected = oracle.step(everyone, dense_optimizer).item()
-            difference = "" if loss == expected else f"loss {loss!r}, the oracle's is {expected!r}"
-            if depth is not None:
-                settle(pipeline)
-            raise_together(difference or compare_state(scenario, oracle, state_of(dmp)), step)
-    stats = dmp.module.ebc.stats()
-    assert not any(s.pins for s in stats), stats
-    return sum(s.loads for s in stats)
+    kjts = [everyone[rank].kjt(scenario) for everyone in batches]
+    ids = {t.name: universe(scenario, t) for t in scenario.tables}
+    dmp = train(scenario, batches, kjts, oracle_class=VariableOracle, universe=ids, depth=depth)
+    return sum(s.loads for s in dmp.module.ebc.stats())
 
 
 @pytest.mark.parametrize("depth", [None, 3])
