@@ -107,3 +107,36 @@ class PipelineStats:
             f"{self.copied_bytes:,} bytes of ids came on the device"
         )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectionReport:
+    """One sharded collection of a pipeline's model."""
+
+    name: str
+    """Its path in the model that was sharded."""
+    is_hashed: bool
+    """False: one of TorchRec's own."""
+    is_prefetched: bool
+    """Whether the pipeline prepares it ahead. If not, its forward does all by itself, with the same result."""
+    reason: str
+    """How the pipeline knows what it is called with, or why it does not."""
+    ordinary_calls: int
+    """Calls inside `progress` that could not use what was prepared, or had nothing prepared for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineReport:
+    """What a train pipeline prepares ahead, on this rank. ``str`` of it is a table."""
+
+    collections: tuple[CollectionReport, ...]
+    """In the model's order."""
+
+    def __str__(self) -> str:
+        width = max((len(c.name) for c in self.collections), default=0)
+        return "\n".join(
+            f"{c.name:{width}}  {'hashed' if c.is_hashed else 'plain':6}  "
+            f"{'prefetched' if c.is_prefetched else 'NOT prefetched'}: {c.reason}"
+            + (f" ({c.ordinary_calls:,} ordinary calls)" if c.ordinary_calls else "")
+            for c in self.collections
+        )

@@ -24,12 +24,12 @@ from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.distributed.end_of_data import EndOfData, Groups
 from hybridrec.distributed.host_thread import HostThread, host_thread_of
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, Mode, Source
-from hybridrec.distributed.model_calls import ModelCalls
+from hybridrec.distributed.model_calls import Inputs, ModelCalls
 from hybridrec.distributed.pipeline_clock import PipelineClock
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.stages import HostStages, stage
 from hybridrec.errors import ConfigError, StateError
-from hybridrec.metrics import PipelineStats
+from hybridrec.metrics import PipelineReport, PipelineStats
 from hybridrec.types import UnevenRanks
 
 logger = logging.getLogger("hybridrec")
@@ -61,10 +61,12 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         *,
         uneven_ranks: UnevenRanks | str = UnevenRanks.STOP,
         make_empty_batch: Callable[[Any], Any] | None = None,
+        inputs: Inputs | None = None,
+        strict: bool = False,
     ) -> None:
         """
         Args:
-            model: Sharded, on ``device``; symbolically traceable around its sharded modules, as for TorchRec.
+            model: Sharded, on ``device``.
             optimizer: What `progress` steps.
             device: Where dense part and slots are.
             execute_all_batches: Whether batches that were taken when the iterator ends are still computed. False: they
@@ -77,6 +79,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 rank goes on with empty batches until all have ended. One value on all ranks; for models with hashed
                 collections.
             make_empty_batch: For ``"drain"``: a function from a batch (full or empty) to one without samples.
+            inputs: For models that cannot be traced symbolically: path of a sharded collection in the model -> what it
+                is called with, the name of a field of the batch or a function from a batch to its KeyedJaggedTensor.
+                Other collections are found by tracing. One that is not found is trained, but not ahead; see `report`.
+            strict: Whether `progress` raises for such a collection.
 
         Raises:
             ConfigError: An argument cannot be honoured, or the model's host group is not its own.
@@ -113,13 +119,17 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         has_streams = not self._backend.is_host_memory
         self._memcpy_stream = self._backend.make_stream(parsed) if has_streams else None
         self._data_dist_stream = self._backend.make_stream(parsed) if has_streams else None
-        self._calls = ModelCalls(self, self._backend, parsed, self._data_dist_stream)
+        self._calls = ModelCalls(
+            self, self._backend, parsed, self._data_dist_stream, inputs=inputs, is_strict=bool(strict)
+        )
         self._use(model)
         self._stages: HostStages | None = None
         self._sources: list[Source] = []
         self._num_taken = self._num_committed = self._num_dropped = self._num_queued = 0
         self._clock = PipelineClock()
         self._in_progress = threading.Lock()
+        self._updates_before = 0
+        """`_num_updates` when the forward of the last batch began."""
         self._failure: BaseException | None = None
         """What this rank raised, alone as far as it knows: the ranks' host threads may not be in step any more."""
         self._has_warned_of_sources = False
@@ -204,6 +214,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             write_back_bytes=sum(table.write_back_bytes for table in tables) - self._bytes_before[1],
             copied_bytes=sum(module.copied_bytes for module in self._hashed) - self._bytes_before[2],
         )
+
+    def report(self) -> PipelineReport:
+        """Which sharded collections are prepared ahead, and why the others are not. Not collective."""
+        return self._calls.report(self._model)
 
     def flush(self) -> None:
         """Write every row that is newer on the device back to the host's store. Batches in flight stay."""
@@ -451,10 +465,12 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         if next_batch is not None:
             self._calls.start_plain(next_batch)
         batch.move_to(BatchState.COMPUTING)
+        self._updates_before = self._num_updates()
         self.computing = batch
         try:
             with stage(batch, "forward"):
                 losses, output = self._checked(self._model_fwd(batch.device))
+                self._calls.give_back_unused(batch)
         except StopIteration as e:  # it would look like the iterator's end
             raise RuntimeError("the model raised StopIteration") from e
         finally:
@@ -468,6 +484,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 self._optimizer_step()
             self._num_committed += 1
         return (output, losses) if self._return_loss else output
+
+    def _num_updates(self) -> int:
+        """Batches whose rows were stepped so far, in all hashed collections, those that are not prefetched too."""
+        return sum(module.lookup.log.committed for module in self._hashed)
 
     def _backward(self, losses: Tensor) -> None:
         torch.sum(losses, dim=0).backward()
@@ -486,7 +506,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
     def _give_up(self, source: Source, batch: InFlightBatch, error: BaseException) -> None:
         """A batch failed: it is left out. Unless its rows were stepped already, the shards are as before it."""
         assert self._stages is not None
-        if self._stages.is_trained(batch):
+        is_trained = batch.state is BatchState.COMPUTING and self._num_updates() > self._updates_before
+        if is_trained:
             self._num_committed += 1
             error.add_note(f"Batch {batch.index} counts as committed: rows were stepped before this happened.")
         else:

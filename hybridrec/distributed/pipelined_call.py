@@ -1,12 +1,13 @@
 """What stands in place of a sharded collection's ``forward`` while a pipeline has the model.
 
-Called inside `progress`, with what the traced model passes to it, it returns what was prepared ahead. Any other call is
+Called inside `progress`, with what was sent ahead for it, it returns what was prepared ahead. Any other call is
 an ordinary forward: the pipeline takes back what it prepared, so that the call sees the state that was trained so far.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,8 +16,44 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec._compat.train_pipeline import BaseForward
 from hybridrec.distributed.in_flight import InFlightBatch
+from hybridrec.errors import ConfigError, IdError
 
 logger = logging.getLogger("hybridrec")
+
+
+class DeclaredInput:
+    """In place of what tracing finds: the user says what of a batch a collection is called with."""
+
+    def __init__(self, name: str, declared: str | Callable[[Any], KeyedJaggedTensor]) -> None:
+        """
+        Args:
+            name: Of the module in the model.
+            declared: A field of the batch (``"features"``, ``"inputs.sparse"``), or a function from a batch to a KJT.
+        """
+        self._name = name
+        self._of: Callable[[Any], Any] = operator.attrgetter(declared) if isinstance(declared, str) else declared
+        self._what = repr(declared) if isinstance(declared, str) else getattr(declared, "__name__", repr(declared))
+
+    def build_args_kwargs(self, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        """As TorchRec's recipes are asked.
+
+        Raises:
+            IdError: The batch has no such field, the function raised, or what it gave is no KJT.
+        """
+        try:
+            value = self._of(batch)
+        except Exception as e:
+            raise IdError(
+                f"{self._name}: inputs says that it is called with {self._what} of the batch, which raised "
+                f"{type(e).__name__}: {e}. Correct inputs={{{self._name!r}: ...}}, or the batch."
+            ) from e
+        if not isinstance(value, KeyedJaggedTensor):
+            raise IdError(
+                f"{self._name}: inputs says that it is called with {self._what} of the batch, which is a "
+                f"{type(value).__name__}. Name a field that holds a KeyedJaggedTensor, or give a function that returns "
+                "the field."
+            )
+        return [value], {}
 
 
 class CallOwner(Protocol):
@@ -39,23 +76,33 @@ class CallOwner(Protocol):
 
 
 class PipelinedCall(BaseForward):  # type: ignore[misc]
-    """In place of one sharded module's ``forward``; made by TorchRec's rewriting of the model."""
+    """In place of one sharded module's ``forward``."""
 
-    def __init__(self, owner: CallOwner, name: str, args: Any, module: Any) -> None:
+    def __init__(self, owner: CallOwner, name: str, args: Any, module: Any, *, is_strict: bool = False) -> None:
         """
         Args:
             owner: Held weakly: a model outlives its pipelines.
             name: Of the module in the model.
-            args: TorchRec's recipe: from a batch to the module's arguments.
+            args: The recipe from a batch to the module's arguments: TorchRec's, found by tracing, or a `DeclaredInput`.
             module: The sharded module.
+            is_strict: Whether a call inside `progress` that cannot use what was prepared raises.
         """
         super().__init__(name, args, module, None, None)
         self._owner = weakref.ref(owner)
         self.module = module
+        self._is_strict = is_strict
         self._had_own_forward = "forward" in module.__dict__
         self._original = module.forward
         self._called_for = -1  # index of a batch
-        self._has_warned = False
+        self.num_ordinary = 0
+        """Batches for which what was prepared could not be used."""
+        self.why_ordinary = ""
+        """Why not, the last time."""
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether the user said what the module is called with; else tracing found it."""
+        return isinstance(self.args, DeclaredInput)
 
     def owner(self) -> CallOwner | None:
         """The pipeline; None if it is gone."""
@@ -85,32 +132,55 @@ class PipelinedCall(BaseForward):  # type: ignore[misc]
         batch = owner.computing
         if batch is not None and self._called_for != batch.index:
             self._called_for = batch.index
-            if self._is_as_traced(batch, args, kwargs):
+            if self._is_as_expected(batch, args, kwargs):
                 return owner.prepared(self, batch)()
+            self._is_ordinary(
+                "the model passes something else than "
+                + ("inputs says" if self.is_declared else "what tracing its forward found")
+                + ". Pass a field of the batch as it is, and decide outside forward what is looked up"
+            )
             owner.withdraw()
             owner.give_back(self, batch)
         else:
+            if batch is not None:
+                self._is_ordinary("the model calls it more than once in a forward")
             owner.withdraw()
         return self._original(*args, **kwargs)
 
-    def _is_as_traced(self, batch: InFlightBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the model passes what tracing it said that it would."""
+    def give_back_unused(self, batch: InFlightBatch) -> None:
+        """A forward is over: if it did not call the module, take back what was prepared, as if it never had been.
+
+        What batches to come prepared goes first, since in a plain loop they would not come behind this one.
+        """
+        owner = self._owner()
+        if owner is None or self._called_for == batch.index:
+            return
+        self._called_for = batch.index
+        self._is_ordinary("the model does not call it in every forward")
+        owner.withdraw()
+        owner.give_back(self, batch)
+
+    def _is_ordinary(self, why: str) -> None:
+        """Note that what was prepared is of no use, before anything happens because of it."""
+        if self._is_strict:
+            raise ConfigError(f"{self.name}: {why}. strict=True asks for a prefetch of every call.")
+        if why != self.why_ordinary:
+            logger.warning("%s: %s; such a call is not prefetched.", self.name, why)
+        self.num_ordinary += 1
+        self.why_ordinary = why
+
+    def _is_as_expected(self, batch: InFlightBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model passes what was sent ahead."""
         expected, named = self.args.build_args_kwargs(batch.device)
-        is_same = (
+        if self.is_declared and not args and len(kwargs) == 1:  # the parameter's name does not matter
+            args, kwargs = tuple(kwargs.values()), {}
+        return (
             batch.is_as_taken  # on a device that is the host, the model may have written the ids in place
             and len(args) == len(expected)
             and kwargs.keys() == named.keys()
             and all(map(_is_same, expected, args))
             and all(_is_same(named[name], value) for name, value in kwargs.items())
         )
-        if not is_same and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%s: the model passes something else than what tracing its forward found, so this call is not "
-                "prefetched. Pass a field of the batch as it is, and decide outside forward what is looked up.",
-                self.name,
-            )
-        return is_same
 
 
 def _is_same(expected: Any, given: Any) -> bool:

@@ -19,7 +19,6 @@ from torch.autograd.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec.backend import DeviceBackend
-from hybridrec.cache import TransactionState
 from hybridrec.distributed.host_thread import HostThread
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, StageTime
 from hybridrec.distributed.pipelined_call import PipelinedCall
@@ -123,11 +122,6 @@ class HostStages:
             if batch.state is BatchState.MAPPED:
                 batch.move_to(BatchState.DISTRIBUTED)
         self._has_withdrawn = False
-
-    def is_trained(self, batch: InFlightBatch) -> bool:
-        """Whether the rows of any collection were stepped with the batch."""
-        transactions = [c.mapped.transaction for c in batch.contexts if c.mapped is not None]
-        return any(t is not None and t.state is TransactionState.COMMITTED for t in transactions)
 
     def release(self, batch: InFlightBatch) -> None:
         """The batch's step is over, well or not: what its backward did not train is undone."""

@@ -93,11 +93,15 @@ def mine(scenario: Scenario, batches: Iterable[list[Batch]]) -> list[PipelineBat
 
 
 def build_pipelined(
-    scenario: Scenario, batches: list[list[Batch]], depth: int, **kwargs: Any
+    scenario: Scenario,
+    batches: list[list[Batch]],
+    depth: int,
+    model_class: type[PipelinedModel] = PipelinedModel,
+    **kwargs: Any,
 ) -> tuple[DistributedModelParallel, HybridTrainPipelineSparseDist]:
     """The user's script, up to the pipeline."""
     slots = {t.name: device_rows(scenario, t, batches, dist.get_world_size()) for t in scenario.tables}
-    dmp, optimizer = build(scenario, slots, PipelinedModel)
+    dmp, optimizer = build(scenario, slots, model_class)
     device = torch.device(scenario.device)
     return dmp, HybridTrainPipelineSparseDist(dmp, optimizer, device, pipe_n_batch=depth, **kwargs)
 
@@ -150,15 +154,22 @@ def check_pins(dmp: DistributedModelParallel) -> None:
 
 
 def run_pipeline_against_oracle(
-    scenario: Scenario, depth: int, *, delay_seed: int | None = None, check_every: int = 10
+    scenario: Scenario, depth: int, *, delay_seed: int | None = None, check_every: int = 10, **kwargs: Any
 ) -> dict[str, Any]:
     """Train both on this rank; every bit of losses, rows and states must be equal.
 
+    Args:
+        scenario: The run.
+        depth: Of the pipeline.
+        delay_seed: Of random delays in every stage; None: no delays.
+        check_every: Steps between comparisons of all rows.
+        kwargs: For `build_pipelined`.
+
     Returns:
-        What a test asserts on besides: table and pipeline statistics, and how often the iterator was asked.
+        What a test asserts on besides: the report, table and pipeline statistics, and how often the iterator was asked.
     """
     batches = all_batches(scenario)
-    dmp, pipeline = build_pipelined(scenario, batches, depth)
+    dmp, pipeline = build_pipelined(scenario, batches, depth, **kwargs)
     oracle, dense_optimizer = build_oracle(scenario)
     iterator = Counted(mine(scenario, batches))
     with delays(delay_seed) if delay_seed is not None else contextlib.nullcontext():
@@ -184,4 +195,4 @@ def run_pipeline_against_oracle(
     stats = pipeline.stats()
     if (stats.batches_taken, stats.batches_committed, stats.batches_in_flight) != (scenario.steps, scenario.steps, 0):
         raise AssertionError(f"{stats}")
-    return {"stats": dmp.module.ebc.stats(), "pipeline": stats, "asked": iterator.calls}
+    return {"stats": dmp.module.ebc.stats(), "pipeline": stats, "report": pipeline.report(), "asked": iterator.calls}
