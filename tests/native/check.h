@@ -37,5 +37,6 @@ class Random {
 };
 
 void test_parts();
-void test_shard_group();
+void test_shard_group(uint64_t num_steps);
 void test_shard_group_cases();
+void test_readers();

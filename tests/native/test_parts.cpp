@@ -50,6 +50,17 @@ void test_initial_rows() {
   rows.fill(7, row.data());
   for (uint32_t c = 0; c < kDim; ++c) CHECK(row[c] >= -1.0f && row[c] < 1.0f);
   CHECK(row[kDim] == -7.0f);  // nothing is written behind the row
+  // recsys-examples #27: a buffer that ends where the row ends.
+  for (uint32_t dim = 1; dim <= 4097; dim += dim < 70 || dim > 4090 ? 1 : 61) {
+    for (InitKind kind : {InitKind::kUniform, InitKind::kNormal, InitKind::kConstant}) {
+      std::vector<float> exact(dim, 9.0f);
+      rows.kind = kind;
+      rows.dim = dim;
+      rows.fill(dim, exact.data());
+      CHECK(exact.back() != 9.0f);
+    }
+  }
+  rows.dim = kDim;
   rows.kind = InitKind::kBank;
   CHECK_THROWS(rows.validate(), std::invalid_argument);
 }
@@ -199,7 +210,9 @@ void test_slot_index() {
 void test_unique_keys() {
   UniqueKeys unique;
   Random random(3);
-  for (size_t n : {0, 1, 31, 32, 33, 4097, 10, 5000}) {
+  std::vector<size_t> sizes = {10, 5000};
+  for (size_t n = 0; n <= 4097; n += n < 70 || n > 4090 ? 1 : 61) sizes.push_back(n);
+  for (size_t n : sizes) {
     unique.start(n);
     std::unordered_map<int64_t, uint32_t> model;
     for (size_t i = 0; i < n; ++i) {

@@ -1,441 +1,61 @@
-// A shard group against a dictionary: random plans, swaps, commits and undos over tiny tables, where every row is
-// moved again and again. The model knows only ids, scores and values; where rows are is the group's own business.
-//
-// Rows are "trained" before each commit: the slots of the batch get values that depend on (id, ordinal), so that a row
-// that was not written back, or was read from elsewhere, shows at its next use.
-#include <algorithm>
-#include <memory>
-#include <numeric>
-#include <set>
-#include <string>
-#include <unordered_map>
+// Random calls of a shard group against a dictionary, over many capacities, policies and budgets.
 #include <vector>
 
 #include "check.h"
-#include "hybridrec/shard_group.h"
+#include "harness.h"
 
-using namespace hybridrec;
+using harness::Harness;
+using harness::Setup;
+using hybridrec::FullPolicy;
 
 namespace {
 
-constexpr uint32_t kDim = 3;  // no multiple of 4: the unaligned path
-constexpr uint32_t kRecord = kDim * 2 + 1;
-
-struct ModelRow {
-  uint32_t score;
-  std::vector<float> record;
+const std::vector<Setup> kSetups = {
+    {},
+    {.num_slots = 7, .num_ids = 20},
+    {.num_slots = 32, .num_ids = 400, .is_staged = true},
+    {.num_slots = 8, .max_rows = 90, .policy = FullPolicy::kEvict, .num_ids = 300},
+    {.num_slots = 7, .max_rows = 80, .policy = FullPolicy::kEvict, .num_ids = 250, .is_staged = true},
+    {.num_slots = 16, .max_rows = 30, .policy = FullPolicy::kError},
+    {.num_tables = 3, .num_slots = 33, .num_ids = 300, .num_threads = 3},
+    {.num_slots = 24, .num_ids = 300, .is_crafted = true},
+    {.num_slots = 20, .max_rows = 200, .policy = FullPolicy::kEvict, .num_ids = 500, .is_crafted = true},
 };
-using Model = std::unordered_map<int64_t, ModelRow>;
+const std::vector<uint32_t> kCapacities = {1,  2,  3,  4,  5,  7,  8,   9,   15,  16,  17,  31,  32,
+                                           33, 63, 64, 65, 66, 127, 128, 129, 255, 256, 257, 511, 512, 513};
 
-struct Setup {
-  size_t num_tables = 2;
-  uint32_t num_slots = 16;
-  uint64_t max_rows = 0;
-  FullPolicy policy = FullPolicy::kGrow;
-  uint64_t num_ids = 60;
-  size_t num_threads = 1;
-  bool is_staged = false;
-  uint64_t budget_bytes = 0;
-};
+void walk(const Setup& setup, uint64_t seed, uint64_t num_steps) {
+  Harness harness(setup, seed);
+  for (uint64_t i = 0; i < num_steps; ++i) harness.step();
+  if (num_steps < 2000) return;
+  CHECK(harness.num_refused() > 10);
+  if (setup.policy == FullPolicy::kEvict) CHECK(harness.num_evicted() > 10);
+}
 
-struct Table {
-  std::vector<float> weights, states, row_wise;
-  Model committed_or_planned;
-};
-
-struct InFlight {
-  uint64_t ordinal;
-  std::vector<std::vector<int64_t>> unique_keys;  // per table, in order of first occurrence
-  std::vector<std::unordered_map<int64_t, int64_t>> slots;
-  std::vector<Model> before;  // per table, the whole model before the plan: undo newest first restores it
-  bool is_moved;
-};
-
-class Harness {
- public:
-  explicit Harness(const Setup& setup, uint64_t seed)
-      : setup_(setup), random_(seed), group_(setup.budget_bytes, setup.num_threads), tables_(setup.num_tables) {
-    for (size_t t = 0; t < setup.num_tables; ++t) {
-      ShardSpec spec;
-      spec.name = "t" + std::to_string(t);
-      spec.dim = kDim;
-      spec.num_row_states = 1;
-      spec.num_row_wise_states = 1;
-      spec.state_initial_values = {0.25f, 0.75f};
-      spec.num_slots = setup.num_slots;
-      spec.planned_rows = setup.num_ids / 2;
-      spec.max_rows = setup.max_rows;
-      spec.full_policy = setup.policy;
-      spec.initial_rows = initial_rows(t);
-      CHECK(group_.add_table(spec) == t);
-      bind(t, setup.num_slots);
-    }
-  }
-
-  void step() {
-    const uint64_t choice = random_.below(100);
-    if (choice < 45) {
-      plan();
-    } else if (choice < 50) {
-      read();
-    } else if (choice < 52 && in_flight_.empty() && setup_.budget_bytes == 0) {
-      setup_.is_staged ? flush_staged() : group_.flush();
-    } else if (choice < 53 && in_flight_.empty() && setup_.num_slots < 24 && setup_.budget_bytes == 0) {
-      resize();
-    } else if (!in_flight_.empty()) {
-      choice < 85 ? commit() : undo();
-    }
-  }
-
-  std::vector<std::string> dump() {
-    std::vector<std::string> tables;
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      const size_t n = group_.num_entries(t);
-      std::vector<int64_t> keys(n), slots(n);
-      std::vector<uint32_t> rows(n), scores(n), pins(n);
-      group_.entries(t, keys.data(), rows.data(), scores.data(), slots.data(), pins.data());
-      std::string text;
-      for (size_t i = 0; i < n; ++i) {
-        for (int64_t x : {keys[i], int64_t{rows[i]}, int64_t{scores[i]}, slots[i], int64_t{pins[i]}}) {
-          text += std::to_string(x) + " ";
-        }
-      }
-      const Counters c = group_.counters(t);
-      text += std::to_string(c.resident) + " " + std::to_string(c.pins) + " " + std::to_string(c.inserted);
-      tables.push_back(text);
-    }
-    return tables;
-  }
-
-  ShardGroup& group() { return group_; }
-  uint64_t num_refused() const { return num_refused_; }
-  uint64_t num_evicted() { return group_.counters(0).evicted; }
-
- private:
-  static InitialRows initial_rows(size_t table) {
-    return {InitKind::kUniform, -1.0f, 1.0f, nullptr, 0, table_seed(5, "t" + std::to_string(table)), kDim};
-  }
-
-  void bind(size_t t, uint32_t num_slots) {
-    Table& table = tables_[t];
-    table.weights.resize(num_slots * kDim);
-    table.states.resize(num_slots * kDim);
-    table.row_wise.resize(num_slots);
-    group_.bind_slots(t, {table.weights.data(), {table.states.data()}, {table.row_wise.data()}, true});
-  }
-
-  void resize() {
-    setup_.num_slots += 1;
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      group_.resize_slots(t, setup_.num_slots);
-      bind(t, setup_.num_slots);
-    }
-  }
-
-  std::vector<float> initial_record(size_t table, int64_t key) const {
-    std::vector<float> record(kRecord, 0.25f);
-    initial_rows(table).fill(key, record.data());
-    record.back() = 0.75f;
-    return record;
-  }
-
-  std::vector<float> slot_record(const Table& table, int64_t slot) const {
-    std::vector<float> record(table.weights.begin() + slot * kDim, table.weights.begin() + (slot + 1) * kDim);
-    record.insert(record.end(), table.states.begin() + slot * kDim, table.states.begin() + (slot + 1) * kDim);
-    record.push_back(table.row_wise[static_cast<size_t>(slot)]);
-    return record;
-  }
-
-  void write_slot(Table& table, int64_t slot, const std::vector<float>& record) {
-    std::copy_n(record.begin(), kDim, table.weights.begin() + slot * kDim);
-    std::copy_n(record.begin() + kDim, kDim, table.states.begin() + slot * kDim);
-    table.row_wise[static_cast<size_t>(slot)] = record.back();
-  }
-
-  int64_t random_key() {
-    static constexpr int64_t kExtreme[] = {0, -1, INT64_MIN, INT64_MAX, IdMap::kFreeKey};
-    const uint64_t id = random_.below(setup_.num_ids);
-    return id < 5 ? kExtreme[id] : static_cast<int64_t>(mix64(id));
-  }
-
-  // Features visit the tables in turn, twice, so that a table's features are not adjacent.
-  void random_batch(std::vector<int64_t>& keys, std::vector<int64_t>& offsets, std::vector<int64_t>& feature_table) {
-    offsets = {0};
-    const uint64_t longest = random_.below(4) == 0 ? 2 * setup_.num_slots : setup_.num_slots / 2;
-    for (size_t f = 0; f < 2 * tables_.size(); ++f) {
-      feature_table.push_back(static_cast<int64_t>(f % tables_.size()));
-      for (uint64_t n = random_.below(longest + 1); n > 0; --n) keys.push_back(random_key());
-      offsets.push_back(static_cast<int64_t>(keys.size()));
-    }
-  }
-
-  void plan() {
-    std::vector<int64_t> keys, offsets, feature_table;
-    random_batch(keys, offsets, feature_table);
-    std::vector<int64_t> slots(keys.size(), -9);
-    const auto before = dump();
-    const Plan plan = group_.plan({keys.data(), keys.size(), offsets.data(), feature_table.data(), feature_table.size()},
-                                  slots.data());
-    group_.check();
-    if (plan.status != 0) {
-      ++num_refused_;
-      CHECK(plan.table >= 0 && plan.ordinal == 0 && dump() == before);
-      return;
-    }
-    CHECK(plan.ordinal == static_cast<int64_t>(++last_ordinal_));
-    InFlight batch{last_ordinal_, {}, {}, {}, false};
-    batch.unique_keys.resize(tables_.size());
-    batch.slots.resize(tables_.size());
-    for (size_t t = 0; t < tables_.size(); ++t) batch.before.push_back(tables_[t].committed_or_planned);
-    for (size_t f = 0; f < feature_table.size(); ++f) {
-      const auto t = static_cast<size_t>(feature_table[f]);
-      for (int64_t i = offsets[f]; i < offsets[f + 1]; ++i) {
-        const int64_t key = keys[static_cast<size_t>(i)];
-        const int64_t slot = slots[static_cast<size_t>(i)];
-        CHECK(slot >= 0 && slot < setup_.num_slots);
-        const auto [at, is_first] = batch.slots[t].emplace(key, slot);
-        CHECK(at->second == slot);
-        if (is_first) batch.unique_keys[t].push_back(key);
-      }
-    }
-    uint64_t num_uniques = 0;
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      num_uniques += batch.unique_keys[t].size();
-      std::set<int64_t> distinct;
-      for (const auto& [key, slot] : batch.slots[t]) distinct.insert(slot);
-      CHECK(distinct.size() == batch.slots[t].size());
-      model_plan(t, batch.unique_keys[t]);
-    }
-    CHECK(num_uniques == static_cast<uint64_t>(plan.num_unique));
-    if (random_.below(12) == 0) {  // refused on another rank: undone before anything was moved
-      batch.is_moved = plan.num_loads + plan.num_inits == 0;
-      group_.undo(batch.ordinal);
-      group_.check();
-      for (size_t t = 0; t < tables_.size(); ++t) tables_[t].committed_or_planned = batch.before[t];
-      --last_ordinal_;
-      check_ids();
-      return;
-    }
-    move(batch.ordinal);
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      for (const auto& [key, slot] : batch.slots[t]) {
-        CHECK(slot_record(tables_[t], slot) == tables_[t].committed_or_planned.at(key).record);
-      }
-    }
-    check_ids();
-    in_flight_.push_back(std::move(batch));
-  }
-
-  void model_plan(size_t t, const std::vector<int64_t>& unique_keys) {
-    Model& model = tables_[t].committed_or_planned;
-    for (int64_t key : unique_keys) {
-      const auto found = model.find(key);
-      if (found == model.end()) {
-        model.emplace(key, ModelRow{last_ordinal_, initial_record(t, key)});
-      } else {
-        found->second.score = last_ordinal_;
-      }
-    }
-    if (setup_.policy == FullPolicy::kGrow) return;
-    std::vector<std::pair<uint32_t, uint64_t>> by_score;
-    for (const auto& [key, row] : model) {
-      const bool is_pinned = std::any_of(in_flight_.begin(), in_flight_.end(),
-                                         [&, k = key](const InFlight& b) { return b.slots[t].count(k) != 0; });
-      if (!is_pinned) by_score.emplace_back(row.score, static_cast<uint64_t>(key));
-    }
-    std::sort(by_score.begin(), by_score.end());
-    for (const auto& [score, key] : by_score) {
-      if (model.size() <= setup_.max_rows) break;
-      CHECK(score + 12 < last_ordinal_);
-      model.erase(static_cast<int64_t>(key));
-    }
-  }
-
-  void move(uint64_t ordinal) {
-    if (!setup_.is_staged) {
-      group_.swap(ordinal);
-      return;
-    }
-    std::vector<int64_t> counts(2 * tables_.size());
-    group_.swap_counts(ordinal, counts.data());
-    size_t num_loads = 0;
-    size_t num_victims = 0;
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      num_loads += static_cast<size_t>(counts[2 * t]);
-      num_victims += static_cast<size_t>(counts[2 * t + 1]);
-    }
-    if (num_loads == 0) return;
-    std::vector<int64_t> load_slots(num_loads), victim_slots(num_victims);
-    group_.swap_slots(ordinal, load_slots.data(), victim_slots.data());
-    std::vector<float> out, in(num_loads * kRecord);
-    for (size_t t = 0, v = 0; t < tables_.size(); ++t) {
-      for (int64_t i = 0; i < counts[2 * t + 1]; ++i) {
-        const auto record = slot_record(tables_[t], victim_slots[v++]);
-        out.insert(out.end(), record.begin(), record.end());
-      }
-    }
-    const bool gather_first = random_.below(2) == 0;
-    if (num_victims != 0 && !gather_first) group_.scatter_victims(ordinal, out.data());
-    group_.gather_loads(ordinal, in.data());
-    if (num_victims != 0 && gather_first) {
-      CHECK_THROWS(group_.undo(ordinal), StateError);
-      group_.scatter_victims(ordinal, out.data());
-    }
-    for (size_t t = 0, l = 0; t < tables_.size(); ++t) {
-      for (int64_t i = 0; i < counts[2 * t]; ++i, ++l) {
-        const auto begin = in.begin() + static_cast<ptrdiff_t>(l * kRecord);
-        write_slot(tables_[t], load_slots[l], std::vector<float>(begin, begin + kRecord));
-      }
-    }
-  }
-
-  void flush_staged() {
-    std::vector<int64_t> counts(tables_.size());
-    group_.flush_counts(counts.data());
-    std::vector<int64_t> slots(static_cast<size_t>(std::accumulate(counts.begin(), counts.end(), int64_t{0})));
-    group_.flush_slots(slots.data());
-    std::vector<float> staging;
-    for (size_t t = 0, s = 0; t < tables_.size(); ++t) {
-      for (int64_t i = 0; i < counts[t]; ++i) {
-        const auto record = slot_record(tables_[t], slots[s++]);
-        staging.insert(staging.end(), record.begin(), record.end());
-      }
-    }
-    group_.flush_records(staging.data());
-    CHECK_THROWS(group_.flush_records(staging.data()), StateError);
-    group_.flush_counts(counts.data());
-    CHECK(std::accumulate(counts.begin(), counts.end(), int64_t{0}) == 0);
-  }
-
-  // The oldest or, one time in four, another one. A row that a later batch uses too is trained by both.
-  void commit() {
-    const size_t at = random_.below(4) == 0 ? random_.below(in_flight_.size()) : 0;
-    InFlight& batch = in_flight_[at];
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      for (const auto& [key, slot] : batch.slots[t]) {
-        std::vector<float> record(kRecord);
-        for (uint32_t c = 0; c < kRecord; ++c) {
-          record[c] = static_cast<float>(mix64(static_cast<uint64_t>(key) + batch.ordinal * 64 + c) >> 40);
-        }
-        write_slot(tables_[t], slot, record);
-        tables_[t].committed_or_planned.at(key).record = record;
-        for (InFlight& other : in_flight_) {  // what an undo of `other` must bring back
-          const auto found = other.before[t].find(key);
-          if (found != other.before[t].end()) found->second.record = record;
-        }
-      }
-      for (size_t later = at + 1; later < in_flight_.size(); ++later) {
-        CHECK(in_flight_[later].before[t].size() >= batch.slots[t].size());
-      }
-    }
-    group_.commit(batch.ordinal);
-    group_.check();
-    is_mixed_ = is_mixed_ || at != 0;
-    in_flight_.erase(in_flight_.begin() + static_cast<ptrdiff_t>(at));
-    if (in_flight_.empty()) is_mixed_ = false;
-    check_ids();
-  }
-
-  // Newest first, while no later batch is committed: the model then is simply what it was.
-  void undo() {
-    if (is_mixed_) return commit();
-    InFlight& batch = in_flight_.back();
-    group_.undo(batch.ordinal);
-    group_.check();
-    for (size_t t = 0; t < tables_.size(); ++t) tables_[t].committed_or_planned = std::move(batch.before[t]);
-    last_ordinal_ = static_cast<uint32_t>(batch.ordinal) - 1;
-    in_flight_.pop_back();
-    check_ids();
-  }
-
-  void check_ids() {
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      const Model& model = tables_[t].committed_or_planned;
-      const size_t n = group_.num_entries(t);
-      CHECK(n == model.size());
-      std::vector<int64_t> keys(n), slots(n);
-      std::vector<uint32_t> rows(n), scores(n), pins(n);
-      group_.entries(t, keys.data(), rows.data(), scores.data(), slots.data(), pins.data());
-      for (size_t i = 0; i < n; ++i) CHECK(model.at(keys[i]).score == scores[i]);
-    }
-  }
-
-  void read() {
-    std::vector<int64_t> keys, offsets, feature_table;
-    random_batch(keys, offsets, feature_table);
-    const auto before = dump();
-    std::vector<int64_t> index(keys.size()), counts(tables_.size());
-    const uint64_t handle = group_.read_plan(
-        {keys.data(), keys.size(), offsets.data(), feature_table.data(), feature_table.size()}, index.data(),
-        counts.data());
-    std::vector<std::vector<float>> buffers(tables_.size());
-    std::vector<float*> pointers;
-    for (size_t t = 0; t < tables_.size(); ++t) {
-      buffers[t].resize(static_cast<size_t>(counts[t]) * kDim);
-      pointers.push_back(buffers[t].data());
-    }
-    if (random_.below(2) == 0) {
-      group_.read_rows(handle, pointers, false);
-      CHECK_THROWS(group_.read_rows(handle, pointers, false), std::invalid_argument);
-    } else {
-      group_.read_rows(handle, pointers, true);
-      for (size_t t = 0; t < tables_.size(); ++t) {
-        const size_t n = group_.num_read_resident(handle, t);
-        std::vector<int64_t> positions(n), slots(n);
-        group_.read_resident(handle, t, positions.data(), slots.data());
-        for (size_t i = 0; i < n; ++i) {
-          std::copy_n(tables_[t].weights.begin() + slots[i] * kDim, kDim, buffers[t].begin() + positions[i] * kDim);
-        }
-      }
-      group_.end_read(handle);
-    }
-    for (size_t f = 0; f < feature_table.size(); ++f) {
-      const auto t = static_cast<size_t>(feature_table[f]);
-      for (auto i = static_cast<size_t>(offsets[f]); i < static_cast<size_t>(offsets[f + 1]); ++i) {
-        const auto found = tables_[t].committed_or_planned.find(keys[i]);
-        const auto record =
-            found == tables_[t].committed_or_planned.end() ? initial_record(t, keys[i]) : found->second.record;
-        CHECK(std::equal(record.begin(), record.begin() + kDim, buffers[t].begin() + index[i] * kDim));
-      }
-    }
-    CHECK(dump() == before);
-  }
-
-  Setup setup_;
-  Random random_;
-  ShardGroup group_;
-  std::vector<Table> tables_;
-  std::vector<InFlight> in_flight_;
-  uint32_t last_ordinal_ = 0;
-  bool is_mixed_ = false;  // a batch was committed before an older one
-  uint64_t num_refused_ = 0;
-};
-
-void test_random_calls() {
-  const std::vector<Setup> setups = {
-      {},
-      {.num_slots = 7, .num_ids = 20},
-      {.num_slots = 1, .num_ids = 5},
-      {.num_slots = 32, .num_ids = 400, .is_staged = true},
-      {.num_slots = 8, .max_rows = 90, .policy = FullPolicy::kEvict, .num_ids = 300},
-      {.num_slots = 7, .max_rows = 80, .policy = FullPolicy::kEvict, .num_ids = 250, .is_staged = true},
-      {.num_slots = 16, .max_rows = 30, .policy = FullPolicy::kError},
-      {.num_tables = 3, .num_slots = 33, .num_ids = 300, .num_threads = 3},
-  };
+void test_random_calls(uint64_t num_steps) {
   uint64_t seed = 0;
-  for (const Setup& setup : setups) {
-    Harness harness(setup, ++seed);
-    for (int i = 0; i < 6000; ++i) harness.step();
-    CHECK(harness.num_refused() > 10);
-    if (setup.policy == FullPolicy::kEvict) CHECK(harness.num_evicted() > 10);
+  for (const Setup& setup : kSetups) walk(setup, ++seed, num_steps);
+}
+
+// Slots, then rows, of awkward numbers; batches that need more than there are.
+void test_random_calls_of_every_capacity(uint64_t num_steps) {
+  for (uint32_t capacity : kCapacities) {
+    const uint64_t share = 64 * num_steps / (64 + capacity);  // larger tables take longer
+    walk({.num_slots = capacity, .num_ids = capacity * 5 / 2 + 3}, capacity, share);
+    walk({.num_slots = capacity, .num_ids = capacity * 2 + 3, .is_staged = true}, capacity + 1, share / 2);
+    walk({.num_slots = 24, .max_rows = capacity, .policy = FullPolicy::kError, .num_ids = capacity * 3}, capacity + 2,
+         share / 2);
+    if (capacity < 60) continue;  // fewer rows than a few batches use can hardly be evicted
+    walk({.num_slots = 6, .max_rows = capacity, .policy = FullPolicy::kEvict, .num_ids = capacity * 3}, capacity + 3,
+         share / 2);
   }
 }
 
 // A host budget so small that maps, row numbers and chunks are refused at some point; nothing may change then.
-void test_host_budget() {
+void test_host_budget(uint64_t num_steps) {
   for (uint64_t budget_bytes : {20000, 40000, 3000000, 6000000}) {
     Harness harness({.num_ids = 3000, .budget_bytes = budget_bytes}, budget_bytes);
-    for (int i = 0; i < 1500; ++i) harness.step();
+    for (uint64_t i = 0; i < num_steps / 4; ++i) harness.step();
     CHECK(budget_bytes > 1000000 || harness.num_refused() > 10);
     uint64_t used = 0;
     for (size_t t = 0; t < 2; ++t) used += harness.group().counters(t).host_bytes;
@@ -443,9 +63,22 @@ void test_host_budget() {
   }
 }
 
+// recsys-examples #328: a capacity that was no multiple of the alignment was read past its end once it had grown.
+void test_slots_of_every_number_grow() {
+  for (uint32_t num_slots = 16; num_slots <= 300; ++num_slots) {
+    Harness harness({.num_tables = 1, .num_slots = num_slots, .num_ids = 6 * num_slots}, num_slots);
+    for (int i = 0; i < 6; ++i) harness.step();
+    harness.grow(num_slots * 4);
+    for (int i = 0; i < 6; ++i) harness.step();
+    harness.group().check();
+  }
+}
+
 }  // namespace
 
-void test_shard_group() {
-  test_random_calls();
-  test_host_budget();
+void test_shard_group(uint64_t num_steps) {
+  test_random_calls(num_steps);
+  test_random_calls_of_every_capacity(num_steps);
+  test_host_budget(num_steps);
+  test_slots_of_every_number_grow();
 }
