@@ -31,8 +31,8 @@ def bags_per_feature(features: KeyedJaggedTensor) -> list[int]:
 
 
 def filled_lengths(features: KeyedJaggedTensor) -> Tensor:
-    """int64 [F, S] on the lengths' device: the length of every bag, 0 for those that a feature lacks."""
-    lengths: Tensor = features.lengths().reshape(-1).to(torch.int64)
+    """int64 [F, S], contiguous, on the lengths' device: how long every bag is, 0 for those that a feature lacks."""
+    lengths: Tensor = features.lengths().to(torch.int64).contiguous()
     counts = bags_per_feature(features)
     most = max(counts, default=0)
     if all(count == most for count in counts):
