@@ -5,6 +5,9 @@ Backward: rows are taken together as they fit, each with all its occurrences in 
 the sum of its gradients. Rows come from the store and go back there; a row that is in a slot too is written to both.
 The kernel's class is that of ordinary batches, and a bag's sum or a row's step does not depend on what else is in a
 pass: the bits are those of one pass over everything.
+
+Where transient slots hold all rows of a batch, its rows are read once, by the forward, and stay there for the backward,
+unless another batch was looked up in passes, or trained, in between.
 """
 
 from __future__ import annotations
@@ -49,6 +52,22 @@ class _Sizes:
     room_T: Tensor
     """int64 [T]: transient slots."""
 
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether all rows fit together."""
+        return bool((self.unique_T <= self.room_T).all())
+
+
+class _Loaded(NamedTuple):
+    """All rows of a batch are in transient slots, as they were at a time."""
+
+    forward: int
+    """Number of the `PassLookup.forward` that loaded them."""
+    committed: int
+    """Batches that had been trained then."""
+    pending: object
+    """What the kernel's backward needs."""
+
 
 class _Saved(NamedTuple):
     """What `PassLookup.forward` leaves for `backward`."""
@@ -56,6 +75,7 @@ class _Saved(NamedTuple):
     occurrences: Sequence[Occurrences]
     sizes: Sequence[_Sizes]
     learning_rates: Sequence[float]
+    loaded: Sequence[_Loaded | None]
 
 
 class PassLookup:
@@ -81,6 +101,7 @@ class PassLookup:
         self._num_tables = len(place_of_table)
         self.transient_bytes = TRANSIENT_BYTES
         """How much memory transient slots take; a sample that needs more gets more."""
+        self._num_forwards = 0
         self.num_passes = 0
         """Since construction, both ways."""
         self.moved_bytes = [0] * self._num_tables
@@ -96,11 +117,18 @@ class PassLookup:
         Returns:
             float32 [B, columns of all kernels] on the device, and what `backward` needs.
         """
-        pooled, sizes = [], []
+        self._num_forwards += 1
+        pooled, sizes, loaded = [], [], list[_Loaded | None]()
         for k, one in enumerate(occurrences):
             sizes.append(self._make_room(k, transaction, one))
-            pooled.append(self._forward(k, transaction, one, sizes[k]))
-        saved = _Saved(occurrences, sizes, [kernel.learning_rate for kernel in self._kernels])
+            if sizes[k].is_one_pass:
+                part, pending = self._forward_in_one(k, transaction, one)
+                loaded.append(_Loaded(self._num_forwards, self._log.committed, pending))
+            else:
+                part = self._forward(k, transaction, one, sizes[k])
+                loaded.append(None)
+            pooled.append(part)
+        saved = _Saved(occurrences, sizes, [kernel.learning_rate for kernel in self._kernels], loaded)
         return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0], saved
 
     def backward(self, transaction: BatchTransaction, saved: object, grads: Sequence[Tensor], *, step: int) -> None:
@@ -116,6 +144,12 @@ class PassLookup:
         for k, one in enumerate(saved.occurrences):
             transient = self._transient[k]
             assert transient is not None
+            loaded = saved.loaded[k]
+            if loaded is not None and loaded[:2] == (self._num_forwards, self._log.committed):
+                transient.backward(loaded.pending, grads[k], step=step)
+                for t, (rows, slots) in enumerate(self._rows(k, transaction)):
+                    self._store(k, t, transient.slot_arrays(t), rows, slots)
+                continue
             transient.learning_rate = saved.learning_rates[k]
             self._backward(k, transient, transaction, one, saved.sizes[k], grads[k], step)
 
@@ -140,13 +174,22 @@ class PassLookup:
             self._transient[k] = kernel.transient(room_T.tolist())
         return _Sizes(unique_T, room_T)
 
+    def _forward_in_one(self, k: int, transaction: BatchTransaction, occurrences: Occurrences) -> tuple[Tensor, object]:
+        transient = self._transient[k]
+        assert transient is not None
+        for t, (rows, _) in enumerate(self._rows(k, transaction)):
+            self._load(k, t, transient.slot_arrays(t), rows)
+        transient.learning_rate = self._kernels[k].learning_rate
+        self.num_passes += 1
+        return self._run(transient, *occurrences)
+
     def _forward(self, k: int, transaction: BatchTransaction, occurrences: Occurrences, sizes: _Sizes) -> Tensor:
         kernel, transient = self._kernels[k], self._transient[k]
         assert transient is not None
         num_bags = (occurrences.offsets.shape[0] - 1) // len(kernel.spec.feature_table)
         pooled = torch.zeros((num_bags, kernel.spec.total_dim), device=self._device)
         table_N = _table_of_occurrence(kernel, occurrences)
-        rows_of_table = [self._log.group.batch_rows(transaction.ordinal, t)[0] for t in self._tables_of_kernel[k]]
+        rows_of_table = [rows for rows, _ in self._rows(k, transaction)]
         base_T = torch.tensor([0, *itertools.accumulate(sizes.unique_T.tolist())])
         for first, last in _samples_that_fit(_ids_per_sample(kernel, occurrences), sizes.room_T):
             positions, offsets = _of_samples(occurrences.offsets, num_bags, first, last)
@@ -175,7 +218,7 @@ class PassLookup:
         grad: Tensor,
         step: int,
     ) -> None:
-        where = [self._log.group.batch_rows(transaction.ordinal, t) for t in self._tables_of_kernel[k]]
+        where = self._rows(k, transaction)
         room_N = sizes.room_T[_table_of_occurrence(self._kernels[k], occurrences)]
         pass_N = occurrences.index_N // room_N
         place_N = occurrences.index_N - pass_N * room_N
@@ -198,6 +241,10 @@ class PassLookup:
             self.num_passes += 1
 
     # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def _rows(self, k: int, transaction: BatchTransaction) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
+        """(rows, slots or -1) of every table of a kernel."""
+        return [self._log.group.batch_rows(transaction.ordinal, t) for t in self._tables_of_kernel[k]]
 
     def _run(
         self, transient: LookupKernel, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None

@@ -111,14 +111,20 @@ void ShardGroup::read_records(size_t table, const uint32_t* rows, size_t num_row
   std::lock_guard lock(mutex_);
   const TableShard& shard = table_at(table);
   require_all_moved("read_records");
-  for (size_t i = 0; i < num_rows; ++i) shard.read_record(rows[i], out + i * shard.record_floats());
+  for (size_t i = 0; i < num_rows; ++i) {
+    shard.prefetch_stored(rows, i, num_rows);
+    shard.read_record(rows[i], out + i * shard.record_floats());
+  }
 }
 
 void ShardGroup::write_records(size_t table, const uint32_t* rows, size_t num_rows, const float* records) {
   std::lock_guard lock(mutex_);
   TableShard& shard = table_at(table);
   require_all_moved("write_records");
-  for (size_t i = 0; i < num_rows; ++i) shard.write_record(rows[i], records + i * shard.record_floats());
+  for (size_t i = 0; i < num_rows; ++i) {
+    shard.prefetch_stored(rows, i, num_rows);
+    shard.write_record(rows[i], records + i * shard.record_floats());
+  }
   stream_fence();
 }
 

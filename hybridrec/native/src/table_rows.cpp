@@ -261,6 +261,19 @@ void TableShard::require_stored(uint32_t row) const {
   }
 }
 
+void TableShard::prefetch_stored(const uint32_t* rows, size_t i, size_t num_rows) const {
+  constexpr size_t kNear = 8, kFar = 24;
+  if (i + kFar < num_rows && rows[i + kFar] < next_unused_row_) {
+    prefetch(&key_of_row_[rows[i + kFar]]);
+    prefetch(&slot_of_row_[rows[i + kFar]]);
+  }
+  if (i + kNear < num_rows && rows[i + kNear] < next_unused_row_) {
+    const uint32_t row = rows[i + kNear];
+    prefetch(ids_.home(key_of_row_[row]));
+    if (store_.has_chunk(store_.chunk_of(row))) store_.prefetch_record(row);
+  }
+}
+
 void TableShard::read_record(uint32_t row, float* out) const {
   require_stored(row);
   const uint64_t floats = record_floats() - spec_.num_row_wise_states;

@@ -138,6 +138,8 @@ class TableShard {
 
   void entries(int64_t* keys, uint32_t* rows, uint32_t* scores, int64_t* slots, uint32_t* pins) const;
   void read_record(uint32_t row, float* out) const;
+  // Of a loop over rows, at its i-th: what later ones will look at.
+  void prefetch_stored(const uint32_t* rows, size_t i, size_t num_rows) const;
   // The record of a live row that is not newer in a slot; what a slot holds of it stays as it is.
   void write_record(uint32_t row, const float* record);
   // The unique rows of a batch and their slots, -1 for none.
