@@ -145,6 +145,11 @@ class PooledLookup(nn.Module):
         return self._kernels
 
     @property
+    def tables(self) -> list[ShardTable]:
+        """[T], in the order of the kernels."""
+        return self._tables
+
+    @property
     def table_names(self) -> list[str]:
         """[T], in the order of the kernels."""
         return [table.name for table in self._tables]
@@ -295,7 +300,7 @@ class PooledLookup(nn.Module):
         """Run the kernels on a batch whose rows are in their slots; what `update` needs comes along."""
         assert batch.transaction is not None
         if batch.transaction.is_aside:
-            return self._passes.forward(batch.transaction, self._occurrences(batch, batch.transaction.slots_N))
+            return self._passes.forward(batch.transaction, self.occurrences(batch, batch.transaction.slots_N))
         assert batch.inputs is not None
         self.use([t for one in batch.inputs for t in one if t is not None], batch.ready)
         pooled, saved = [], []
@@ -344,15 +349,15 @@ class PooledLookup(nn.Module):
         self, batch: MappedBatch, index_N: Tensor, upload: Callable[[list[Tensor]], list[Tensor]]
     ) -> list[KernelInput]:
         """The part of a batch that each kernel looks up, where its slots are."""
-        parts = self._occurrences(batch, index_N)
+        parts = self.occurrences(batch, index_N)
         placed = iter(upload([tensor for part in parts for tensor in part if tensor is not None]))
         return [
             KernelInput(next(placed), next(placed), next(placed) if part.weights_N is not None else None)
             for part in parts
         ]
 
-    def _occurrences(self, batch: MappedBatch, index_N: Tensor) -> list[Occurrences]:
-        """The part of a batch that each kernel looks up, in host memory."""
+    def occurrences(self, batch: MappedBatch, index_N: Tensor) -> list[Occurrences]:
+        """The part of a batch that each kernel looks up, in host memory; ``index_N`` int64 [N] in place of the ids."""
         all_offsets, all_weights = batch.keys.offsets(), batch.keys.weights_or_none()
         bags = batch.keys.stride()
         parts = []

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec import ConfigError, HybridTrainPipelineSparseDist, IdError
@@ -151,9 +151,14 @@ def test_a_declaration_that_the_model_does_not_keep_changes_nothing(
     pool_2.run(everything_declared, model_class, 3, dict.fromkeys(paths, "features"))
 
 
-def now_and_then(depth: int) -> tuple[list[float], int]:
+def now_and_then(depth: int, around: Callable[[nn.Module], Any] = contextlib.nullcontext) -> tuple[list[float], int]:
     """Losses of `Skipping` over 60 small batches, and how many rows were evicted; the plain loop at depth 0."""
     dmp, optimizer = build(Skipping())
+    with around(dmp):
+        return train_skipping(dmp, optimizer, depth)
+
+
+def train_skipping(dmp: Any, optimizer: Any, depth: int) -> tuple[list[float], int]:
     inputs = {"first": "features", "second": "features"}
     pipeline = HybridTrainPipelineSparseDist(dmp, optimizer, CPU, pipe_n_batch=depth, inputs=inputs) if depth else None
     generator = torch.Generator().manual_seed(3)

@@ -17,6 +17,7 @@ KNOW_COMPAT = (
 )
 PUBLIC_MODULES = {
     "hybridrec",
+    "hybridrec.debug",
     "hybridrec.distributed.hybrid_train_pipeline",
     "hybridrec.distributed.sharding_plan",
     "hybridrec.errors",
