@@ -7,20 +7,23 @@ import random
 
 import pytest
 
+from hybridrec.distributed.hybrid_train_pipeline import MAX_DEPTH
 from tests.distributed.pipelines import run_pipeline_against_oracle
 from tests.distributed.scenario import OPTIMIZERS, Scenario
 from tests.ranks import RankPool
 
-DEPTHS = (1, 2, 3, 5, 12)
-CACHES = ("all", "tenth", "minimum")
+DEPTHS = tuple(range(1, MAX_DEPTH + 1))
+CACHES = ("all", "tenth", "minimum", "below")
+WORLD_SIZES = (1, 2, 3, 4)
+Case = tuple[int, str, str, int]
 
 
-def _covering(seed: int) -> list[tuple[int, str, str, int]]:
+def _covering(seed: int) -> list[Case]:
     """(depth, cache, optimizer, W) such that every pair of values occurs: greedily, from a seed."""
-    everything = list(itertools.product(DEPTHS, CACHES, OPTIMIZERS, (1, 2)))
+    everything = list(itertools.product(DEPTHS, CACHES, OPTIMIZERS, WORLD_SIZES))
     random.Random(seed).shuffle(everything)
 
-    def pairs(case: tuple[int, str, str, int]) -> set[tuple[int, object, int, object]]:
+    def pairs(case: Case) -> set[tuple[int, object, int, object]]:
         return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)}
 
     missing = set().union(*map(pairs, everything))
@@ -33,14 +36,17 @@ def _covering(seed: int) -> list[tuple[int, str, str, int]]:
 
 
 COVERING = _covering(seed=3)
-REST = sorted(set(itertools.product(DEPTHS, CACHES, OPTIMIZERS, (1, 2))) - set(COVERING))
+REST = sorted(set(itertools.product((1, 2, 3, 5, 12), CACHES, OPTIMIZERS, (1, 2))) - set(COVERING))
 
 
 def _run(pools: dict[int, RankPool], depth: int, cache: str, optimizer: str, world_size: int) -> None:
-    scenario = Scenario(cache=cache, optimizer=optimizer, steps=60)
+    is_small = world_size > 2
+    scenario = Scenario(cache=cache, optimizer=optimizer, steps=30 if is_small else 50, batch_size=4 if is_small else 8)
     for result in pools[world_size].run(run_pipeline_against_oracle, scenario, depth, delay_seed=depth):
         assert result["asked"] == scenario.steps + 1
-        if cache != "all":
+        if cache == "below":
+            assert sum(s.oversized for s in result["stats"]) > 0
+        elif cache != "all":
             assert all(s.write_backs > 0 and s.loads > 0 for s in result["stats"])
 
 
