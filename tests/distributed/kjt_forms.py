@@ -14,7 +14,9 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from hybridrec import HybridTrainPipelineSparseDist
+from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.torch_kernel import TorchKernel
 from tests.distributed.oracle import Batch, Oracle, Table
 from tests.distributed.pipelines import PipelineBatch, PipelinedModel, delays, settle
 from tests.distributed.scenario import (
@@ -208,6 +210,7 @@ def train(
         is_weighted=scenario.is_weighted,
         rank=rank,
         world_size=world_size,
+        make=make_kernel if scenario.device == "cpu" else TorchKernel,
     )
     items = [PipelineBatch(kjt, everyone[rank].labels) for kjt, everyone in zip(kjts, batches, strict=True)]
     step_of: Callable[[PipelineBatch], Tensor]
@@ -215,12 +218,12 @@ def train(
 
         def step_of(item: PipelineBatch) -> Tensor:
             optimizer.zero_grad()
-            loss: Tensor = dmp(item.features, item.labels)
+            loss: Tensor = dmp(item.features, item.labels.to(scenario.device))
             loss.backward()
             optimizer.step()
             return loss
     else:
-        pipeline = HybridTrainPipelineSparseDist(dmp, optimizer, torch.device("cpu"), pipe_n_batch=depth)
+        pipeline = HybridTrainPipelineSparseDist(dmp, optimizer, torch.device(scenario.device), pipe_n_batch=depth)
         iterator = iter(items)
 
         def step_of(item: PipelineBatch) -> Tensor:

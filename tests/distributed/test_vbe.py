@@ -30,7 +30,7 @@ from tests.distributed.scenario import (
     state_of,
     universe,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 from tests.unit.modules.batches import apply_optimizer_in_backward
 
 FEATURES = ("word", "bought", "user", "clicked")  # not the order of the tables
@@ -169,6 +169,17 @@ def test_weighted_variable_batches_equal_the_oracle(
 ) -> None:
     scenario = Scenario(is_weighted=True, optimizer=optimizer, steps=STEPS, ids_per_table=60)
     pools[world_size].run(train_variable, scenario, 3)
+
+
+def test_variable_batches_that_do_not_fit_the_cache_equal_the_oracle(pool_2: RankPool) -> None:
+    """Caches of three rows a rank: batches are computed in parts."""
+    pool_2.run(train_variable, Scenario(cache="tenth", steps=STEPS, ids_per_table=60), 2)
+
+
+@pytest.mark.parametrize("depth", [None, 3])
+def test_variable_batches_on_a_device_equal_the_oracle(npu_pools: RankPools, depth: int | None) -> None:
+    """On the simulated NPU: inverse indices, too, travel on the swap stream and are waited for."""
+    npu_pools[2].run(train_variable, Scenario(device="npu", steps=STEPS, ids_per_table=60), depth)
 
 
 def train_both_ways(scenario: Scenario) -> list[list[float]]:

@@ -274,7 +274,7 @@ def touch(tensor: Tensor, *, is_write: bool, what: str, rows: np.ndarray | None 
         return
     block, stream = block_of(tensor), current_stream()
     first_byte, clock = tensor.storage_offset() * tensor.element_size(), timeline.clocks[stream]
-    if rows is None:
+    if rows is None or tensor.size(0) == 1 or not tensor.is_contiguous():  # a stride may be longer than its row
         end_byte = first_byte + span_bytes(tensor.size(), tensor.stride(), tensor.dtype)
         granules = block.accesses.range_of(first_byte, end_byte)
     else:
