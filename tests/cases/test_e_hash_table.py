@@ -309,7 +309,7 @@ print(resident() - before, group.counters(0).host_bytes, group.counters(0).rows)
     "dim", [8, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
 )
 def test_hc348_hc412_memory_is_what_is_reported(dim: int) -> None:
-    """Within 10 % of what the process grew by. The index takes 37 to 72 bytes a row, most after its segments split."""
+    """Within 10 % of what the process grew by. The index takes 39 to 66 bytes a row, most after segments split."""
     rows = 1_600_000 if dim == 8 else 400_000
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(dim), str(rows), "20000"], capture_output=True, text=True, check=True
