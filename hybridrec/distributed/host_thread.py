@@ -52,6 +52,10 @@ class Job:
         if self.error is not None:
             raise self.error
 
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait for it, but not longer: whether it ran."""
+        return self._done.wait(seconds)
+
     def run(self) -> None:
         """For the thread."""
         work, self._work = self._work, None

@@ -6,6 +6,7 @@ what happens when the iterator, the mode or the caller changes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -28,6 +29,7 @@ from hybridrec.distributed.model_calls import Inputs, ModelCalls
 from hybridrec.distributed.pipeline_clock import PipelineClock
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.stages import HostStages, stage
+from hybridrec.distributed.watchdog import DEAD_SECONDS, watch_of
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import PipelineReport, PipelineStats
 from hybridrec.types import UnevenRanks
@@ -63,6 +65,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         make_empty_batch: Callable[[Any], Any] | None = None,
         inputs: Inputs | None = None,
         strict: bool = False,
+        dead_rank_seconds: float | None = DEAD_SECONDS,
     ) -> None:
         """
         Args:
@@ -83,6 +86,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 is called with, the name of a field of the batch or a function from a batch to its KeyedJaggedTensor.
                 Other collections are found by tracing. One that is not found is trained, but not ahead; see `report`.
             strict: Whether `progress` raises for such a collection.
+            dead_rank_seconds: How long a rank may be silent while this one waits for it, before it counts as dead;
+                None: for ever, as under a debugger that stops a process.
 
         Raises:
             ConfigError: An argument cannot be honoured, or the model's host group is not its own.
@@ -122,6 +127,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._calls = ModelCalls(
             self, self._backend, parsed, self._data_dist_stream, inputs=inputs, is_strict=bool(strict)
         )
+        if dead_rank_seconds is not None and not dead_rank_seconds > 0:
+            raise ConfigError(f"dead_rank_seconds={dead_rank_seconds!r}. Pass a positive number of seconds, or None.")
+        self._dead_rank_seconds = dead_rank_seconds
         self._use(model)
         self._stages: HostStages | None = None
         self._sources: list[Source] = []
@@ -159,6 +167,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             StopIteration: The iterator ended and its batches are computed, or another rank's did; see
                 ``uneven_ranks``. The next call asks the iterator again.
             HybridRecError: A rank refused the batch: it is left out, the shards are as before, and all ranks raise.
+            BackendError: A rank was killed or stopped; names it, and the stage in which this rank waited.
             Exception: What the iterator, the model, the optimizer or a stage raised. Of several ranks one may be the
                 only one that knows, so that `reset`, on all of them, has to come before the next call.
             StateError: It did not.
@@ -170,6 +179,11 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             raise StateError("progress() was called while it runs, by another thread or by what it calls. Wait for it.")
         try:
             return self._progress(dataloader_iter)
+        except RuntimeError as e:
+            explained = None if self._watch is None else self._watch.explain(e)
+            if explained is None:
+                raise
+            raise explained from e
         finally:
             self._in_progress.release()
 
@@ -258,6 +272,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         spread = [module for module in self._hashed if module.host_group.size() > 1]
         self._groups = Groups(host=spread[0].host_group, device=spread[0].device_group) if spread else None
         """None: there is one rank."""
+        self._watch = watch_of(self._groups.host) if self._groups is not None else None
+        if self._watch is not None and self._groups is not None:
+            self._watch.dead_seconds = self._dead_rank_seconds
+            self._watch.abort_also(self._groups.device)
         self._end_of_data.has_met = False
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
@@ -367,7 +385,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 batch.device, batch.copied = previous.device, previous.copied
                 return batch
             start = time.perf_counter()
-            with stage(batch, "copy"):
+            with stage(batch, "copy", self._watch):
                 self._copy(batch)
             self._clock.add_stall("copy", time.perf_counter() - start)
         except BaseException:
@@ -378,7 +396,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
     def _load(self, source: Source, index: int) -> Any:
         """The iterator's next batch; None, and the source is exhausted, if there is none."""
         start = time.perf_counter()
-        with record_function(f"## load {index} ##"):
+        watching = contextlib.nullcontext() if self._watch is None else self._watch.stage("load", index)
+        with record_function(f"## load {index} ##"), watching:
             try:
                 host = next(source.iterator)
             except StopIteration:
@@ -468,7 +487,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._updates_before = self._num_updates()
         self.computing = batch
         try:
-            with stage(batch, "forward"):
+            with stage(batch, "forward", self._watch):
                 losses, output = self._checked(self._model_fwd(batch.device))
                 self._calls.give_back_unused(batch)
         except StopIteration as e:  # it would look like the iterator's end
@@ -478,9 +497,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         if next_batch is not None:
             self._calls.wait_plain_sizes(next_batch)
         if batch.mode.is_training:
-            with stage(batch, "backward"):
+            with stage(batch, "backward", self._watch):
                 self._backward(losses)
-            with stage(batch, "optimizer"):
+            with stage(batch, "optimizer", self._watch):
                 self._optimizer_step()
             self._num_committed += 1
         return (output, losses) if self._return_loss else output

@@ -31,6 +31,7 @@ from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.output_columns import OutputColumns, PooledAwaitable
 from hybridrec.distributed.output_dist import RankOrderPooledDist
 from hybridrec.distributed.verdict import Withdrawn, agree
+from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError, IdError, StateError
 from hybridrec.metrics import TableStats
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
@@ -109,6 +110,11 @@ class ShardedHashEmbeddingBagCollection(
         self._create_parameters(lookup)
 
     # ---- TorchRec's stages ---------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """All of TorchRec's stages. Raises `BackendError` if a rank is gone."""
+        with watched(self._host_group, "forward"):
+            return super().forward(*args, **kwargs)
 
     def create_context(self) -> HashBatchContext:
         return HashBatchContext(is_training=self._trains())

@@ -19,18 +19,23 @@ from torch.autograd.profiler import record_function
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec.backend import DeviceBackend
-from hybridrec.distributed.host_thread import HostThread
+from hybridrec.distributed.host_thread import HostThread, Job
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, StageTime
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.verdict import DataEnded, Withdrawn, agree
+from hybridrec.distributed.watchdog import GroupBroken, Watch, watch_of
+
+_LOOK_SECONDS = 2.0
+"""How often a caller that waits for a stage looks whether a rank is gone."""
 
 
 @contextlib.contextmanager
-def stage(batch: InFlightBatch, name: str) -> Iterator[None]:
-    """Time a stage of a batch and show it to `torch.profiler`."""
+def stage(batch: InFlightBatch, name: str, watch: Watch | None) -> Iterator[None]:
+    """Time a stage of a batch and show it to `torch.profiler`, and to the watch over the ranks."""
     start = time.perf_counter()
     try:
-        with record_function(f"## {name} {batch.index} ##"):
+        watching = contextlib.nullcontext() if watch is None else watch.stage(name, batch.index)
+        with record_function(f"## {name} {batch.index} ##"), watching:
             yield
     finally:
         batch.times.append(StageTime(name, start, time.perf_counter()))
@@ -58,6 +63,7 @@ class HostStages:
         self._calls = list(calls)
         self._thread = thread
         self._backend, self._device, self._host_group = backend, device, host_group
+        self._watch = None if host_group is None else watch_of(host_group)
         self._stream = backend.make_stream(device)
         self._has_withdrawn = False
         """A batch was taken back: none after it may be mapped before it. Cleared while the thread has nothing to do."""
@@ -97,14 +103,21 @@ class HostStages:
         batch.must_not_wait = True
         for call in self._calls:
             call.module.lookup.log.wake()
-        batch.distributing.wait()
-        batch.mapping.wait()
+        self._wait(batch.distributing)
+        self._wait(batch.mapping)
         if batch.is_withdrawn:
             return False
         for state in (BatchState.DISTRIBUTED, BatchState.MAPPED):
             if batch.state is not state:
                 batch.move_to(state)
         return True
+
+    def _wait(self, job: Job) -> None:
+        """Wait for a job, unless a rank is gone and the job does not even notice."""
+        while not job.is_done_within(_LOOK_SECONDS):
+            if self._watch is not None and self._watch.verdict is not None and not job.is_done_within(_LOOK_SECONDS):
+                raise self._watch.error()
+        job.wait()
 
     def withdraw(self, batches: Iterable[InFlightBatch]) -> None:
         """Take back what was mapped and not computed, so that the shards hold what was trained and nothing else.
@@ -138,7 +151,7 @@ class HostStages:
             yield
 
     def _distribute(self, batch: InFlightBatch) -> None:
-        with self._on_device(), stage(batch, "dist"):
+        with self._on_device(), stage(batch, "dist", self._watch):
             if batch.arrived is not None:
                 self._stream.wait_event(batch.arrived)
             requests = []
@@ -154,16 +167,16 @@ class HostStages:
             batch.is_withdrawn = True
             return
         with self._on_device():
-            with stage(batch, "wait"):
+            with stage(batch, "wait", self._watch):
                 for c, request in enumerate(batch.dist_inputs):
                     if hasattr(request, "wait"):
                         batch.dist_inputs[c] = request.wait()
-            with stage(batch, "map"):
+            with stage(batch, "map", self._watch):
                 if not self._map_all(batch):
                     batch.is_withdrawn = self._has_withdrawn = True
             if batch.is_withdrawn or batch.ended_ranks is not None:
                 return
-            with stage(batch, "swap"):
+            with stage(batch, "swap", self._watch):
                 for call, context in zip(self._calls, batch.contexts, strict=True):
                     call.module.swap_batch(context)
 
@@ -185,6 +198,8 @@ class HostStages:
             except DataEnded as e:
                 batch.ended_ranks = e.ranks
                 return True
+            except GroupBroken:
+                raise
             except Exception:
                 batch.is_refused = True
                 raise

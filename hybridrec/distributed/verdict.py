@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrec._compat.torch_distributed import all_gather_single
+from hybridrec.distributed.watchdog import GroupBroken
 from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
 
 MESSAGE_BYTES = 1024
@@ -78,7 +79,10 @@ def agree(
         content = bytearray(len(payload).to_bytes(2, "little") + payload)
         mine[_LENGTH : _LENGTH + len(content)] = torch.frombuffer(content, dtype=torch.uint8)
     everyone = torch.empty(host_group.size() * MESSAGE_BYTES, dtype=torch.uint8)
-    all_gather_single(everyone, mine, group=host_group)
+    try:
+        all_gather_single(everyone, mine, group=host_group)
+    except RuntimeError as e:
+        raise GroupBroken(f"the ranks could not agree on a batch: {e}") from e
     everyone = everyone.view(host_group.size(), MESSAGE_BYTES)
     answers, ended = everyone[:, _ANSWER], everyone[:, _HAS_ENDED].nonzero().flatten().tolist()
     if (answers == _STOPPED).any() or len(ended) == host_group.size():

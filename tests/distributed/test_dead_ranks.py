@@ -1,0 +1,207 @@
+"""A rank is killed or stopped: the others raise in time, say who it was and where they waited, and can end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrec import ConfigError
+from hybridrec.distributed import watchdog
+from hybridrec.distributed.watchdog import Watch, watch_of
+from tests.distributed.dying_ranks import WORLD_SIZE
+from tests.distributed.test_pipeline_life import Run
+from tests.distributed.test_uneven_ranks import Kept
+from tests.ranks import RankFailure, RankPool
+
+SECONDS = 30.0
+"""From the death to the error."""
+START_SECONDS = 150.0
+"""Three processes import torch and train a few steps, beside whatever else runs."""
+EXIT_SECONDS = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def survivors(depth: str, victim: int, signal_name: str, directory: Path) -> dict[int, dict[str, object]]:
+    """Rank -> what it was told."""
+    arguments = [str(free_port()), depth, str(victim), signal_name, str(directory)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.dying_ranks"]
+    processes = []
+    for rank in range(WORLD_SIZE):
+        with open(directory / f"rank_{rank}.txt", "w") as out:
+            root = Path(__file__).parents[2]
+            processes.append(subprocess.Popen([*command, str(rank), *arguments], cwd=root, stdout=out, stderr=out))
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (directory / "time").exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for rank, process in enumerate(processes):
+            if rank != victim:
+                status = process.wait(SECONDS + EXIT_SECONDS)
+                assert status == 3, (rank, status, (directory / f"rank_{rank}.txt").read_text()[-3000:])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    ranks = [rank for rank in range(WORLD_SIZE) if rank != victim]
+    return {rank: json.loads((directory / f"rank_{rank}.json").read_text()) for rank in ranks}
+
+
+@pytest.mark.parametrize(
+    ("depth", "victim", "signal_name"),
+    [
+        ("3", 1, "SIGKILL"),
+        pytest.param("3", 0, "SIGKILL", marks=pytest.mark.slow),  # the store lives there
+        pytest.param("3", 1, "SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("1", 2, "SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("1", 0, "SIGSTOP", marks=pytest.mark.slow),
+        pytest.param("plain", 1, "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("plain", 1, "SIGSTOP", marks=pytest.mark.slow),
+    ],
+)
+def test_survivors_name_the_dead_rank_and_the_stage(depth: str, victim: int, signal_name: str, tmp_path: Path) -> None:
+    for rank, told in survivors(depth, victim, signal_name, tmp_path).items():
+        error = str(told["error"])
+        assert f"rank {victim} of {WORLD_SIZE}" in error, error
+        assert f"while rank {rank} waited in" in error, error
+        assert "FORWARD" in error if depth == "plain" else " of batch " in error, error
+        assert float(str(told["seconds"])) < SECONDS, told
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """All that a watch does, in a second."""
+    with (
+        mock.patch.object(watchdog, "BEAT_SECONDS", 0.1),
+        mock.patch.object(watchdog, "SUSPICION_SECONDS", 0.2),
+        mock.patch.object(watchdog, "BROKEN_SECONDS", 0.5),
+        mock.patch.object(watchdog, "STALL_SECONDS", 1.0),
+    ):
+        yield
+
+
+def slow_loader() -> list[str]:
+    with impatient(), Kept() as kept:
+        run = Run(1)
+        run.pipeline._watch.dead_seconds = 1.0  # alive: never given up
+
+        def loader() -> Iterator[Any]:
+            for number, batch in enumerate(run.mine[:4]):
+                if (number, dist.get_rank()) == (2, 1):
+                    time.sleep(3.0)
+                yield batch
+
+        iterator = loader()
+        for _ in range(4):
+            run.pipeline.progress(iterator)
+        run.pipeline._watch.end()
+    return [text for text in kept.texts if "all ranks live" in text]
+
+
+def test_a_rank_that_is_slow_is_named_once_and_nobody_is_given_up(pool_2: RankPool) -> None:
+    first, second = pool_2.run(slow_loader)
+    assert len(first) == len(second) == 1
+    assert "rank 0 of 2 has been in DIST of batch 2 for 1 s" in first[0] and "Rank 1 is in LOAD of batch 2." in first[0]
+
+
+def silent_without_death(path: str) -> None:
+    """Rank 1's heartbeat stops although the process lives. The ranks' connections are broken afterwards."""
+    with impatient():
+        group = dist.new_group(backend="gloo")
+        watch = watch_of(group)
+        assert watch is not None
+        watch.dead_seconds = 1.0
+        dist.barrier()
+        if dist.get_rank() == 1:
+            watch.end()
+            time.sleep(4.0)
+        else:
+            with pytest.raises(RuntimeError), watch.stage("map", 5):
+                dist.all_reduce(torch.ones(1), group=group)
+            Path(path).write_text(str(watch.verdict))
+        raise RuntimeError("the pool's own group is broken too")
+
+
+def test_a_silent_rank_is_given_up_and_whoever_waits_in_gloo_returns(pool_2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="the pool's own group is broken too"):
+        pool_2.run(silent_without_death, str(tmp_path / "told"))
+    told = (tmp_path / "told").read_text()
+    assert "rank 1 of 2 has not been heard of for 1 s while rank 0 waited in MAP of batch 5" in told
+
+
+def life_of_a_watch() -> None:
+    assert watch_of(dist.new_group([dist.get_rank()], use_local_synchronization=True)) is None
+    with impatient():
+        group = dist.new_group(backend="gloo")
+        watch = watch_of(group)
+        assert watch is not None and watch_of(group) is watch
+        threads, gone = watch._threads, weakref.ref(group)
+        child = os.fork()
+        if child == 0:
+            with watch.stage("map", 1):
+                is_quiet = watch.explain(RuntimeError("Connection closed by peer")) is None
+            watch.end()
+            os._exit(7 if is_quiet else 8)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, watch
+        gc.collect()
+        assert gone() is None  # the threads do not keep it
+        for thread in threads:
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+
+def test_a_watch_ends_with_its_group_and_is_quiet_in_a_fork(pool_2: RankPool) -> None:
+    pool_2.run(life_of_a_watch)
+
+
+def never_given_up() -> None:
+    with pytest.raises(ConfigError, match=r"dead_rank_seconds=0\. Pass a positive number"):
+        Run(1, dead_rank_seconds=0)
+    with impatient():
+        run = Run(1, dead_rank_seconds=None)
+        watch: Watch = run.pipeline._watch
+        dist.barrier()
+        if dist.get_rank() == 1:
+            watch.end()
+            time.sleep(2.0)
+        run.train(run.loader(0, 3), range(3))
+        assert watch.verdict is None
+
+
+def test_a_user_may_wait_for_ever(pool_2: RankPool) -> None:
+    pool_2.run(never_given_up)
+
+
+def other_errors() -> None:
+    run = Run(1)
+    watch: Watch = run.pipeline._watch
+    start = time.monotonic()
+    assert watch.explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert watch.explain(ConfigError("a connection")) is None
+    assert time.monotonic() - start < 1.0
+
+
+def test_errors_of_other_causes_are_left_alone(pool_2: RankPool) -> None:
+    pool_2.run(other_errors)
