@@ -24,6 +24,7 @@ from hybridrec._compat.torchrec import (
     ShardedEmbeddingModule,
 )
 from hybridrec.config import TableConfig
+from hybridrec.distributed.exchange_check import CheckedSplits
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
@@ -145,7 +146,8 @@ class ShardedHashEmbeddingBagCollection(
             ctx.divisors = self._columns.divisors(features.lengths().view(len(features.keys()), features.stride()))
         ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key()))
         with torch.no_grad():
-            return KJTListSplitsAwaitable([self._input_dists[0](features)], ctx)
+            splits = KJTListSplitsAwaitable([self._input_dists[0](features)], ctx)
+        return CheckedSplits(splits, ctx, self._host_group.rank())
 
     def map_batch(self, ctx: HashBatchContext, dist_input: Any, may_wait: Callable[[], bool] | None = None) -> bool:
         """MAP and the ranks' verdict. Collective over the host group. Idempotent for a context.
