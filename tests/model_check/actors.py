@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridrec.cache import TransactionState
 from hybridrec.distributed.lookup import MappedBatch
+from hybridrec.distributed.verdict import Withdrawn
 from hybridrec.errors import CapacityError
 from tests.model_check.case import CheckedBatch
 from tests.model_check.scheduler import Tape, WrongSchedule
@@ -50,7 +51,9 @@ class Actors:
         self._computing: list[Flight] = []
         self._live: list[set[int]] = [set() for _ in case.tables]  # committed
         self._chances = {self._withdraw: case.withdrawals, self._read: case.reads, self._flush: case.flushes}
+        self._demands = case.demands
         self._is_settling = self._is_mapping = False
+        self._demanded = -1  # number of the batch that the trainer waits for
         self._is_stopped = False
         self.num_events = collections.Counter[str]()
 
@@ -81,26 +84,35 @@ class Actors:
         if self._planned:
             calls.append(self._move)
         may_plan = self._waiting and not self._is_settling and self._num_in_flight < self._world.case.depth
-        if may_plan and len(self._planned) < 2:
+        # A batch without slots looks rows up where they are: nothing may be on its way then.
+        if may_plan and len(self._planned) < (1 if self._world.log.is_any_aside else 2):
             calls.append(self._plan)
         return calls
 
     def _plan(self) -> None:
         batch = self._waiting[0]
         self._threads.point(f"PLAN {batch.number}")
-        # Rows of batches that were planned and not moved are pinned, and only this thread moves them: no wait for them.
-        result = self._world.lookup.map(
-            self._world.keys_of(batch),
-            is_training=True,
-            may_wait=lambda: not self._is_settling and not self._planned,
-        )
+        try:
+            result = self._world.lookup.map(
+                self._world.keys_of(batch), is_training=True, may_wait=lambda: self._may_wait(batch)
+            )
+        except Withdrawn:
+            return
         if isinstance(result, MappedBatch):
             self._require_room(batch)
             self._waiting.popleft()
             self._planned.append(Flight(batch, result))
             self.num_events["plan"] += 1
+            assert result.transaction is not None
+            self.num_events["without slots"] += result.transaction.is_aside
         else:
             self._refused(batch, result)
+
+    def _may_wait(self, batch: CheckedBatch) -> bool:
+        """As the pipeline answers: a batch that somebody waits for takes what there is, one that is in the way goes."""
+        if self._is_settling or self._planned:  # what is planned is pinned until this thread has moved it
+            raise Withdrawn
+        return batch.number != self._demanded
 
     def _require_room(self, batch: CheckedBatch) -> None:
         if not self._world.oracle.plan(batch):
@@ -109,15 +121,12 @@ class Actors:
     def _refused(self, batch: CheckedBatch, error: Exception) -> None:
         if not isinstance(error, CapacityError):
             raise error
-        if "quota" in str(error):
-            if self._world.oracle.plan(batch):
-                raise WrongSchedule(f"batch {batch.number} was refused though rows can be evicted: {error}")
-            self._waiting.popleft()
-            self.num_events["refused"] += 1
-        elif not self._is_settling and not self._planned:
-            raise WrongSchedule(f"batch {batch.number} fits, and was refused: {error}")
-        elif self._planned:
-            self._move()
+        if "quota" not in str(error) and "max_rows" not in str(error):
+            raise WrongSchedule(f"batch {batch.number} was refused: {error}")
+        if self._world.oracle.plan(batch):
+            raise WrongSchedule(f"batch {batch.number} was refused though rows can be evicted: {error}")
+        self._waiting.popleft()
+        self.num_events["refused"] += 1
 
     def _move(self) -> None:
         flight = self._planned[0]
@@ -159,6 +168,9 @@ class Actors:
             calls.append(lambda f=flight: self._drop(f))  # type: ignore[misc]
         if calls or self._ready or self._planned:
             calls += [call for call, left in self._chances.items() if left]
+        if self._demands and self._waiting and not self._ready and not self._planned and not (in_order and dropped):
+            if self._num_in_flight < self._world.case.depth:
+                calls.append(self._demand)
         return calls
 
     def _forward(self) -> None:
@@ -170,6 +182,20 @@ class Actors:
         flight.pooled = self._world.lookup(flight.mapped)
         self._world.see(f"lookup of batch {flight.batch.number}", flight.pooled, expected)
         self.num_events["lookup"] += 1
+
+    def _demand(self) -> None:
+        """Wait for the next batch, whatever pins are held, and look it up at once."""
+        self._demands -= 1
+        self._demanded = self._waiting[0].number
+        self._world.log.wake()
+
+        def is_there() -> bool:
+            return bool(self._ready) or not (self._waiting or self._planned or self._is_mapping)
+
+        self._threads.wait_until(is_there, "wait for the next batch")
+        self._demanded = -1
+        if self._ready:
+            self._forward()
 
     def _backward(self, flight: Flight) -> None:
         self._threads.point(f"UPDATE and COMMIT {flight.batch.number}")

@@ -32,7 +32,7 @@ class Case:
     """[T]"""
     is_weighted: bool
     spare_slots: tuple[int, ...]
-    """[T], beyond what the largest batch needs."""
+    """[T], beyond what the largest batch needs; -1: one too few, so that it goes in passes."""
     grows: bool
     """Slots start at 1 and grow with the batches in flight (placement "host only")."""
     quota: int
@@ -46,6 +46,8 @@ class Case:
     """How often batches in flight may be taken back, and so on."""
     reads: int
     flushes: int
+    demands: int
+    """How often a batch is waited for while others hold pins."""
     slots: tuple[int, ...] = field(default=(), init=False)
     """[T] at the start."""
 
@@ -55,7 +57,7 @@ class Case:
             features = range(first, first + len(table.features))
             first += len(table.features)
             uniques = [len({i for f in features for bag in b.bags[f] for i, _ in bag}) for b in self.batches]
-            needed.append(1 if self.grows else max(1, *uniques) + spare)
+            needed.append(1 if self.grows else max(1, max(uniques) + spare))
         object.__setattr__(self, "slots", tuple(needed))
 
 
@@ -75,7 +77,7 @@ def draw_case(tape: Tape) -> Case:
         tables=tuple(tables),
         optimizers=tuple(optimizers),
         is_weighted=tape.choose(3) == 2,
-        spare_slots=tuple((0, 1, 0, 2)[tape.choose(4)] for _ in tables),
+        spare_slots=tuple((0, 1, 0, 2, -1)[tape.choose(5)] for _ in tables),
         grows=not evicts and tape.choose(6) == 5,
         quota=20 + tape.choose(16) if evicts else 0,
         depth=1 + tape.choose(4 if not evicts else 6),
@@ -86,6 +88,7 @@ def draw_case(tape: Tape) -> Case:
         withdrawals=tape.choose(3),
         reads=tape.choose(3),
         flushes=tape.choose(2),
+        demands=tape.choose(3),
     )
 
 

@@ -163,18 +163,6 @@ def lose_a_commit_that_was_posted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def wait_for_a_release_that_has_been() -> Iterator[None]:
-    """The mapper looks how many were released after its plan failed, not before: it misses one in between."""
-    real = TransactionLog.wait_for_release
-
-    def wait(self: TransactionLog, seen: int, may_wait: Any) -> bool:
-        return real(self, self._num_releases, may_wait)
-
-    with mock.patch.object(TransactionLog, "wait_for_release", wait):
-        yield
-
-
-@contextlib.contextmanager
 def count_a_step_too_many() -> Iterator[None]:
     """A batch that is undone counts as one that was committed."""
     real = TransactionLog.undo

@@ -47,6 +47,7 @@ def check_everything_happened(events: collections.Counter[str], num_schedules: i
         "drop": 0.5,
         "read": 0.3,
         "flush": 0.2,
+        "without slots": 0.2,
         "evicted": 0.1,
         "refused": 0.01,
     }
