@@ -85,7 +85,7 @@ def test_a_fault_of_the_core_is_found(name: str, monkeypatch: pytest.MonkeyPatch
     assert first_failure(core="reference")
 
 
-@pytest.mark.parametrize("name", ["skip_one_write_back", "load_before_write_back", "evict_the_newest"])
+@pytest.mark.parametrize("name", ["skip_one_write_back", "load_before_write_back"])
 def test_stale_values_are_found_without_a_canary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that holds old rows instead of the canary: plausible values, still other ones."""
     monkeypatch.setattr("hybridrec.native.reference.row_store.np.full", lambda shape, *_, dtype: _zeros(shape, dtype))
