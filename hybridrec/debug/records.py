@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrec.backend import HOST
+from hybridrec.backend import HOST, resolve_backend
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.native import initial_rows
 from hybridrec.native.protocol import ShardSpec
@@ -48,7 +48,13 @@ def slot_arrays(lookup: PooledLookup, table: int) -> SlotArrays:
 def read_slots(lookup: PooledLookup, table: int, slots_U: Tensor) -> Tensor:
     """float32 [U, width], host memory, of slots whose rows have arrived or are on their way in."""
     lookup.use([], lookup.log.swapper.ready())
-    return read_records(slot_arrays(lookup, table), slots_U)
+    arrays = slot_arrays(lookup, table)
+    records = read_records(arrays, slots_U)
+    device = arrays.weights.device
+    backend = resolve_backend(device.type)
+    if not backend.is_host_memory:  # whoever fills these slots next does so on another stream
+        lookup.log.read_until(backend.record_event(backend.current_stream(device)))
+    return records
 
 
 def initial_records(spec: ShardSpec, keys_U: Tensor) -> Tensor:

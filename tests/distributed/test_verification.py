@@ -42,7 +42,7 @@ def train(scenario: Scenario, depth: int, *, first: int = 0, steps: int | None =
                 pipeline.progress(iterator)
             else:
                 pipeline._optimizer.zero_grad()
-                loss, _ = dmp(data[step])
+                loss, _ = dmp(data[step].to(torch.device(scenario.device)))
                 loss.backward()
                 pipeline._optimizer.step()
     assert "compute" not in dmp.module.ebc.lookup.__dict__
