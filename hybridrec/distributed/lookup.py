@@ -197,8 +197,9 @@ class PooledLookup(nn.Module):
                 return MappedBatch(transaction=planned, lease=lease, keys=keys, feature_offsets=feature_offsets)
             if planned.status != PlanStatus.NO_SLOTS:
                 return self._refusal(planned)
+            has_grown = self._fits_without_pins(planned.table, planned.needed) and self._grow_slots(planned.table)
             self._num_retries[planned.table] += 1
-            if self._fits_without_pins(planned.table, planned.needed) and self._grow_slots(planned.table):
+            if has_grown:
                 continue
             if self.log.num_open and may_wait is not None and self.log.wait_for_release(seen, may_wait):
                 continue
@@ -212,6 +213,7 @@ class PooledLookup(nn.Module):
         try:
             result = self.log.plan_aside(keys.values(), feature_offsets, self._feature_table, index_N)
         except (CapacityError, StateError) as e:  # the host budget
+            self._num_retries[planned.table] -= 1  # so it was refused for good
             return CapacityError(f"rank {self._rank} of {self._world_size}: {e} Raise host_memory_bytes.")
         if not isinstance(result, BatchTransaction):
             return self._refusal(result)
