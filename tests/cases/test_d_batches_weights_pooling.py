@@ -205,9 +205,11 @@ def test_tr4525_two_features_of_one_table_keep_their_ids(pools: dict[int, RankPo
 
 
 def _with_and_without_repeats() -> None:
-    dmp = sharded([table("t", 4, ["a", "b"]), table("u", 3, ["b"])]).eval()
+    tables = [table("t", 4, ["a", "b"]), table("u", 3, ["b"])]
+    dmp, reference = sharded(tables).eval(), unsharded(tables).eval()
     distinct: Bags = {"a": [[i] for i in RAW_IDS], "b": [[i] for i in reversed(RAW_IDS)]}
     repeated = {f: bags * 3 for f, bags in distinct.items()}
+    assert torch.equal(dmp(kjt(distinct)), reference(kjt(distinct)).values())
     assert torch.equal(dmp(kjt(repeated)), dmp(kjt(distinct)).repeat(3, 1))
     dmp.train()
     assert torch.equal(dmp(kjt(repeated)).detach(), dmp(kjt(distinct)).detach().repeat(3, 1))
