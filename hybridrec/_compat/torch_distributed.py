@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -30,3 +31,50 @@ def store_address(group: dist.ProcessGroup) -> str:
     if isinstance(store, TCPStore):
         return f"{store.host}:{store.port}"
     return type(store).__name__
+
+
+_COLLECTIVES = {
+    "allreduce": "allreduce",
+    "allreduce_coalesced": "allreduce",
+    "allgather": "allgather",
+    "allgather_coalesced": "allgather",
+    "_allgather_base": "allgather",
+    "all_gather_single": "allgather",
+    "alltoall": "alltoall",
+    "alltoall_base": "alltoall",
+    "all_to_all_single": "alltoall",
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "scatter": "scatter",
+}
+"""Method of a process group, of any version -> operation."""
+
+
+@contextlib.contextmanager
+def intercepted_collectives(told: Callable[[dist.ProcessGroup, str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """For debugging: ``told(group, operation, arguments)`` before every collective that Python issues in this process.
+
+    Those that C++ issues, as data parallelism does in the backward, are not seen.
+    """
+    # As they are in the class: what `getattr` gives is no method any more.
+    originals = {name: vars(dist.ProcessGroup)[name] for name in _COLLECTIVES if name in vars(dist.ProcessGroup)}
+
+    def telling(name: str, original: Any) -> Callable[..., Any]:
+        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            told(group, _COLLECTIVES[name], args)
+            return original.__get__(group)(*args, **kwargs)
+
+        return call
+
+    try:
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, telling(name, original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist.ProcessGroup, name, original)

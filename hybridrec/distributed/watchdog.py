@@ -74,6 +74,14 @@ class _Heard:
     """Seconds from then to the last time that it was read."""
 
 
+_innermost = threading.local()
+
+
+def current_place() -> Place | None:
+    """The stage that the calling thread is in."""
+    return getattr(_innermost, "place", None)
+
+
 class Watch:
     """One rank's watch over the ranks of a host group."""
 
@@ -113,12 +121,14 @@ class Watch:
         """The calling thread is in a stage that may wait for other ranks."""
         token, place = object(), Place(stage, batch, time.monotonic())
         self._open[token] = place
+        outer, _innermost.place = current_place(), place
         try:
             yield
         except RuntimeError:
             self._failed_in = place
             raise
         finally:
+            _innermost.place = outer
             del self._open[token]
 
     def abort_also(self, group: dist.ProcessGroup) -> None:
