@@ -21,7 +21,7 @@ run() {
   # shellcheck disable=SC2086  # flags are words
   $cxx $checks "$work"/*.o -pthread -o "$work/native_tests"
   echo "sanitizer: $1"
-  "$work/native_tests" ${STEPS:+"$STEPS"}
+  timeout 900 "$work/native_tests" ${STEPS:+"$STEPS"}  # a lock that is missing may also show as a hang
   rm "$work"/*
 }
 
