@@ -179,7 +179,7 @@ def test_a_watch_ends_with_its_group_and_is_quiet_in_a_fork(pool_2: RankPool) ->
 def never_given_up() -> None:
     with pytest.raises(ConfigError, match=r"dead_rank_seconds=0\. Pass a positive number"):
         Run(1, dead_rank_seconds=0)
-    with impatient():
+    with impatient(), mock.patch.object(watchdog, "DEAD_SECONDS", 0.5):
         run = Run(1, dead_rank_seconds=None)
         watch: Watch = run.pipeline._watch
         dist.barrier()
