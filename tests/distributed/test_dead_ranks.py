@@ -182,11 +182,12 @@ def never_given_up() -> None:
     with impatient(), mock.patch.object(watchdog, "DEAD_SECONDS", 0.5):
         run = Run(1, dead_rank_seconds=None)
         watch: Watch = run.pipeline._watch
-        dist.barrier()
+        iterator = run.loader(0, 4)
+        run.train(iterator, range(1))
         if dist.get_rank() == 1:
             watch.end()
-            time.sleep(2.0)
-        run.train(run.loader(0, 3), range(3))
+            time.sleep(3.0)
+        run.train(iterator, range(1, 4))
         assert watch.verdict is None
 
 
