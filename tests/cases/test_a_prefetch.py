@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import itertools
+import random
+import threading
 from typing import Any
 
 import pytest
@@ -14,8 +17,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.types import ShardingEnv
 
 from hybridrec import get_default_hybrid_sharders
-from hybridrec.native import ShardGroup, mix64
-from tests.cases.small import Pools, kjt, table, unsharded
+from hybridrec.native import ShardGroup, initial_rows, mix64
+from tests.cases.small import Pools, kjt, sharded, table, unsharded
 from tests.distributed.pipelines import check_pins, run_pipeline_against_oracle
 from tests.distributed.scenario import Scenario, state_of
 from tests.distributed.test_hazards import (
@@ -28,7 +31,7 @@ from tests.distributed.test_hazards import (
     reads_between_steps,
 )
 from tests.property.driver import Slots, make_specs
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 from tests.repo.sources import repository_files, tree_of
 
 
@@ -74,6 +77,106 @@ def test_fb5184_inputs_are_free_once_plan_has_returned(core: Any) -> None:
         group.swap(plan.ordinal)
         records += [memory.read(part).tolist() for memory, part in zip(slots, out.split([6, 4]), strict=True)]
     assert got == expected
+
+
+@pytest.mark.parametrize("depth", [3, 5])
+def test_tr4497_stages_on_streams_of_their_own_read_nothing_too_early(npu_pools: RankPools, depth: int) -> None:
+    """The simulated device orders every access of every stream; freed memory that is used is an error there."""
+    npu_pools[2].run(run_pipeline_against_oracle, Scenario(cache="tenth", steps=12, device="npu"), depth, delay_seed=2)
+
+
+@pytest.mark.parametrize("core", ["compiled", "reference"])
+@pytest.mark.parametrize("num_ids", [0, 1, 31, 32, 33, 63, 64, 65])
+def test_fb1957_numbers_of_ids_around_a_word(core: Any, num_ids: int) -> None:
+    """Nothing is written beyond the batch; the same walk runs under sanitizers in tests/native."""
+    specs = make_specs(slots=(80, 80))
+    group, slots = ShardGroup(specs, core=core), [Slots(spec, spec.num_slots) for spec in specs]
+    for t, memory in enumerate(slots):
+        group.bind_slots(t, *memory.bind())
+    keys, offsets, tables = mix64(torch.arange(num_ids) * 7), torch.tensor([0, num_ids]), torch.tensor([0])
+    padded = torch.full((num_ids + 64,), -7)
+    plan = group.plan(keys, offsets, tables, padded[:num_ids])
+    group.swap(plan.ordinal)
+    assert sorted(padded[:num_ids].tolist()) == list(range(num_ids)) and set(padded[num_ids:].tolist()) == {-7}
+    index, counts = torch.full((num_ids + 64,), -7), torch.empty(2, dtype=torch.int64)
+    group.end_read(group.read_plan(keys, offsets, tables, index[:num_ids], counts))
+    assert index[:num_ids].tolist() == list(range(num_ids)) and set(index[num_ids:].tolist()) == {-7}
+    assert counts.tolist() == [num_ids, 0]
+
+
+def read_ids_of_nobody() -> None:
+    """A thousand ids that were never trained, among trained ones: each reads its own initial row."""
+    dmp = sharded([table("t", 4, ["f"])], device_rows=16)
+    for step in range(6):
+        dmp(kjt({"f": [[*range(10 * step, 10 * step + 10)]]})).sum().backward()
+    trained = {row[:4].tobytes() for row in state_of(dmp)[0].values()}
+    dmp.eval()
+    unknown = [10**15 + 3 * i for i in range(1000)]
+    read = dmp(kjt({"f": [[i] for i in unknown]})).detach()
+    fresh = unsharded([table("t", 4, ["f"])]).eval()
+    assert torch.equal(read, fresh(kjt({"f": [[i] for i in unknown]})).values())
+    assert not any(row.numpy().tobytes() in trained for row in read)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fb4955_fb5048_an_unknown_id_reads_no_other_id_s_row(pools: dict[int, RankPool], world_size: int) -> None:
+    pools[world_size].run(read_ids_of_nobody)
+
+
+@pytest.mark.parametrize("core", ["compiled", "reference"])
+def test_fb5151_unique_ids_of_a_batch_are_exact_a_hundred_times(core: Any) -> None:
+    specs = make_specs(slots=(80, 80))
+    rng = random.Random(3)
+    keys = mix64(torch.tensor([rng.randrange(50) for _ in range(400)]))
+    offsets, tables = torch.tensor([0, 400]), torch.tensor([0])
+    results = set()
+    for k in range(100):
+        group = ShardGroup(specs, core=core, num_threads=1 + k % 3)
+        index, counts = torch.full((400,), k), torch.full((2,), k)
+        group.end_read(group.read_plan(keys, offsets, tables, index, counts))
+        slots = torch.full((400,), -k)
+        plan = group.plan(keys, offsets, tables, slots)
+        results.add((*index.tolist(), *counts.tolist(), *slots.tolist(), plan.num_unique))
+    (result,) = results
+    assert result[-1] == result[400] == len(set(keys.tolist())) and result[401] == 0
+
+
+def test_fb5480_reads_beside_training_see_whole_rows() -> None:
+    """Four readers and a trainer share a group; the C++ walk of tests/native does it under sanitizers."""
+    spec = dataclasses.replace(make_specs(slots=(256, 8))[0], num_row_states=0, num_row_wise_states=0, dim=8)
+    spec = dataclasses.replace(spec, state_initial_values=())
+    group, slots = ShardGroup([spec], num_threads=2), Slots(spec, spec.num_slots)
+    group.bind_slots(0, *slots.bind())
+    ids, tables = torch.arange(2000), torch.tensor([0])
+    expected = initial_rows(spec, mix64(ids))
+    ended, wrong = threading.Event(), []
+
+    def read(seed: int) -> None:
+        rng = random.Random(seed)
+        while not ended.is_set():
+            some = torch.tensor([rng.randrange(2000) for _ in range(64)])
+            index, counts = torch.empty(64, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
+            with lock:
+                handle = group.read_plan(mix64(some), torch.tensor([0, 64]), tables, index, counts)
+                buffer = torch.empty((int(counts), 8))
+                group.read_rows(handle, [buffer], host_only=False)
+            if not torch.equal(buffer[index], expected[some]):
+                wrong.append(some)
+
+    lock = threading.Lock()  # no batch may be planned and not moved when rows are read
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for reader in readers:
+        reader.start()
+    for start in [*range(0, 2000, 200), *range(0, 2000, 100)]:
+        keys = mix64(ids[start : start + 200])
+        with lock:
+            plan = group.plan(keys, torch.tensor([0, len(keys)]), tables, torch.empty_like(keys))
+            group.swap(plan.ordinal)
+        group.commit(plan.ordinal)
+    ended.set()
+    for reader in readers:
+        reader.join(60)
+    assert not wrong and group.counters(0).rows == 2000 and group.counters(0).write_backs > 1000
 
 
 def train_eval_train() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import random
 import subprocess
 import sys
 from typing import Any
@@ -14,16 +16,76 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec import CapacityError
-from hybridrec.native import ShardGroup, mix64, unmix64
+from hybridrec.native import ShardGroup, initial_rows, mix64, unmix64
 from hybridrec.native.protocol import PlanStatus, ShardSpec
 from tests.distributed.oracle import Table, initial_row, owner
 from tests.distributed.pipelines import run_pipeline_against_oracle
 from tests.distributed.scenario import TABLES, Scenario, run_against_oracle, state_of, universe
 from tests.distributed.test_capacity import bag_of, shard
-from tests.property.driver import Slots
+from tests.property.driver import Driver, Slots, all_cores, make_specs, run_random
 from tests.ranks import RankPool
 
 ONE_TABLE = Table(name="t", dim=8, features=("f",))
+
+
+# ---- the whole table -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["grow", "evict", "error"])
+@pytest.mark.parametrize("slots", [(1, 1), (2, 3), (127, 128)], ids=str)
+def test_hkv110_hkv112_hkv91_hkv203_hkv242_hkv78_random_calls_against_a_dictionary(
+    policy: str, slots: tuple[int, int]
+) -> None:
+    """Every core at once; a million calls of the C++ core under sanitizers are in tests/native."""
+    driver = Driver(all_cores(), make_specs(policy, slots=slots, max_rows=14))
+    run_random(driver, random.Random(f"{policy} {slots}"), 250, num_ids=20)
+
+
+def test_re328_re329_slots_of_every_number_grow() -> None:
+    """16 to 300 slots, grown four times with rows in them; tests/native does it under sanitizers."""
+    for num_slots in range(16, 301):
+        spec = ShardSpec(
+            name="t",
+            dim=1,
+            num_row_states=0,
+            num_row_wise_states=0,
+            state_initial_values=(),
+            num_slots=num_slots,
+            planned_rows=num_slots,
+        )
+        group = ShardGroup([spec])
+        weights = torch.full((num_slots, 1), torch.nan)
+        group.bind_slots(0, weights, [], [])
+        for k in range(5):
+            keys = mix64(torch.arange(len(weights)))
+            slots = torch.empty_like(keys)
+            plan = group.plan(keys, torch.tensor([0, len(keys)]), torch.tensor([0]), slots)
+            assert plan.status == PlanStatus.OK and sorted(slots.tolist()) == list(range(len(weights)))
+            group.swap(plan.ordinal)
+            weights[slots, 0] = torch.arange(len(weights), dtype=torch.float32)  # as a kernel would train them
+            group.commit(plan.ordinal)
+            if k < 4:
+                grown = torch.full((len(weights) + 1 + 37 * k, 1), torch.nan)
+                grown[: len(weights)] = weights
+                weights = grown
+                group.resize_slots(0, len(weights))
+                group.bind_slots(0, weights, [], [])
+        assert group.counters(0).loads == group.counters(0).victims == 0
+
+
+@pytest.mark.parametrize("num_ids", [0, 1, 31, 32, 33, 4095, 4096, 4097])
+def test_re27_fb2075_initial_rows_and_unique_ids_of_every_size(num_ids: int) -> None:
+    spec = dataclasses.replace(make_specs()[0], dim=5)
+    keys = mix64(torch.arange(num_ids))
+    rows = initial_rows(spec, keys)
+    assert rows.shape == (num_ids, 5) and torch.isfinite(rows).all()
+    for i in {0, num_ids // 2, num_ids - 1} & set(range(num_ids)):
+        assert torch.equal(initial_rows(spec, keys[i : i + 1])[0], rows[i])
+    group = ShardGroup(make_specs(slots=(5000, 5000)))
+    twice, index = torch.cat([keys, keys]), torch.empty(2 * num_ids, dtype=torch.int64)
+    counts = torch.empty(2, dtype=torch.int64)
+    group.end_read(group.read_plan(twice, torch.tensor([0, 2 * num_ids]), torch.tensor([1]), index, counts))
+    assert counts.tolist() == [0, num_ids] and index.tolist() == [*range(num_ids)] * 2
 
 
 # ---- negative keys ---------------------------------------------------------------------------------------------------
@@ -272,7 +334,7 @@ MEASURE = """
 import gc, sys, torch
 from hybridrec.native import ShardGroup, mix64
 from hybridrec.native.protocol import ShardSpec
-from tests.property.driver import Slots
+from tests.property.driver import Driver, Slots, all_cores, make_specs, run_random
 
 dim, rows, batch = map(int, sys.argv[1:])
 spec = ShardSpec(name="t", dim=dim, num_row_states=0, num_row_wise_states=1, state_initial_values=(0.0,),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrec import ConfigError
+from hybridrec import ConfigError, StateError
 from hybridrec.kernels.optimizer import OptimizerSpec
 from tests.cases.small import Pools, kjt, sharded, table, unsharded
 from tests.distributed import test_faults
@@ -116,3 +116,25 @@ def optimizers_by_table() -> None:
 
 def test_tr1033_each_table_has_its_own_optimizer(pool_2: RankPool) -> None:
     pool_2.run(optimizers_by_table)
+
+
+def save_and_load() -> list[str]:
+    """Of a table that was trained, and of one that never was."""
+    errors = []
+    for steps in (1, 0):
+        dmp = sharded([table("t", 4, ["f"])], optimizer=torch.optim.Adam, lr=0.1)
+        for _ in range(steps):
+            dmp(kjt({"f": [[1, 2]]})).sum().backward()
+        for call in (lambda d=dmp: d.state_dict(), lambda d=dmp: d.load_state_dict({})):
+            try:
+                call()
+            except StateError as e:
+                errors.append(str(e))
+    return errors
+
+
+def test_re305_fb4512_fb5525_fb5965_tr3267_no_checkpoint_without_its_rows_and_states(pool_2: RankPool) -> None:
+    """In this version rows and states cannot be saved this way: refused by name, so that nobody saves zeros or None."""
+    for errors in pool_2.run(save_and_load):
+        assert len(errors) == 4
+        assert all("'t'" in error and "cannot be saved or loaded" in error for error in errors)
