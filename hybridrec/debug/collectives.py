@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrec._compat.torch_distributed import all_gather_single, intercepted_collectives
+from hybridrec.backend import HOST
 from hybridrec.distributed.watchdog import current_place
 from hybridrec.errors import StateError
 
@@ -131,7 +132,7 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
 def _exchange(value: Any) -> list[Any]:
     """Every rank's value, as JSON."""
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.empty(0).device
+    device = HOST if dist.get_backend() == "gloo" else torch.empty(0).device
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     all_gather_single(sizes, torch.tensor([payload.numel()], device=device))
     longest = int(sizes.max())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hybridrec._compat.grad_scaler import refuse_scaled_losses
 from hybridrec.backend import HOST, DeviceBackend
 from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSwapper, TransactionLog
 from hybridrec.distributed.oversized import Occurrences, PassLookup
@@ -96,6 +97,7 @@ class PooledLookup(nn.Module):
             host_budget_bytes: Most host memory for shards; 0 = no limit.
         """
         super().__init__()
+        refuse_scaled_losses()
         self._tables = [table for tables in kernels for table in tables]
         self._device, self._backend = device, backend
         self._rank, self._world_size = rank, world_size
@@ -452,6 +454,8 @@ class PooledLookup(nn.Module):
 
 class _PooledLookup(torch.autograd.Function):
     """The autograd node of one batch. It holds the lease: backward commits, being freed without one abandons."""
+
+    steps_rows_in_backward = True  # read by _compat.grad_scaler
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: PooledLookup, batch: MappedBatch) -> Tensor:

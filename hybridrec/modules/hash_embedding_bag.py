@@ -19,6 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from hybridrec._compat.grad_scaler import refuse_scaled_losses
 from hybridrec.backend import HOST, parse_device
 from hybridrec.config import TableConfig, embedding_names, resolve_tables
 from hybridrec.errors import StateError
@@ -65,6 +66,7 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
             ConfigError: A table or the device is not accepted.
         """
         super().__init__()
+        refuse_scaled_losses()
         self._tables = resolve_tables(tables)
         self._configs = [copy.copy(config) for config in tables]
         for config, table in zip(self._configs, self._tables, strict=True):
@@ -170,6 +172,8 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
 
 class _TrainedRows(torch.autograd.Function):
     """Rows of all tables of a batch as one node, so that one backward is one step of all tables."""
+
+    steps_rows_in_backward = True  # read by _compat.grad_scaler
 
     @staticmethod
     def forward(

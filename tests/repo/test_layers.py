@@ -8,6 +8,7 @@ from tests.repo.sources import imports_of, module_name, repository_files, where
 
 KNOW_TORCHREC_DISTRIBUTED = ("hybridrec.distributed", "hybridrec._compat")
 KNOW_COMPAT = (
+    "hybridrec.debug",
     "hybridrec.doctor",
     "hybridrec.distributed",
     "hybridrec.kernels",

@@ -38,6 +38,7 @@ _KEYS_OF_TYPE = {
     "meta": torch._C.DispatchKeySet(torch._C.DispatchKey.Meta),
     DEVICE_TYPE: torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1),
 }
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _VIEWS = (
     aten.as_strided.default,
     aten.view.default,
@@ -248,6 +249,23 @@ def _on_metadata(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: op.redispatch(_CPU_KEYS, *args, **kwargs)
 
 
+_IN_HALF = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
+"""What autocast runs in its dtype; everything else keeps that of its arguments."""
+
+
+def _in_half(op: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype(DEVICE_TYPE)
+
+        def cast(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            return op(*(cast(a) for a in args), **{name: cast(a) for name, a in kwargs.items()})
+
+    return run
+
+
 def register_kernels() -> list[torch.library.Library]:
     """Register all operators. The libraries must be kept: kernels live as long as they."""
     every = torch.library.Library("_", "IMPL")
@@ -267,6 +285,8 @@ def register_kernels() -> list[torch.library.Library]:
         own[name if overload == "default" else f"{name}.{overload}"] = _on_metadata(view)
     for name, kernel in own.items():
         library.impl(name, kernel, "PrivateUse1")
+    for op in _IN_HALF:
+        library.impl(op._schema.name.removeprefix("aten::"), _in_half(op), "AutocastPrivateUse1")
     library.impl("is_pinned", copies.is_pinned, "CPU")
     library.impl("_pin_memory", copies.pin_copy, "CPU")
     with warnings.catch_warnings():
