@@ -27,6 +27,7 @@ from tests.distributed.test_hazards import (
     TABLE,
     hand_made,
     hazard,
+    memory_after,
     numbered_ids,
     reads_between_steps,
 )
@@ -57,6 +58,12 @@ def test_fb2843_ten_rows_through_two_slots_are_updated_once(pool_1: RankPool, de
 
 def test_fb6120_fb6192_no_grad_forwards_between_steps_keep_no_locks(pool_1: RankPool) -> None:
     assert pool_1.run(reads_between_steps, 60) == [[0] * 60]
+
+
+@pytest.mark.parametrize("num_rounds", [12, pytest.param(625, marks=pytest.mark.slow)])  # of 16 steps
+def test_fb3186_memory_is_flat_without_a_pipeline(pool_1: RankPool, num_rounds: int) -> None:
+    ((before, after),) = pool_1.run(memory_after, 0, num_rounds, watchdog=1200)
+    assert after < 1.02 * before, (before, after)
 
 
 @pytest.mark.parametrize("core", ["compiled", "reference"])
