@@ -80,7 +80,9 @@ class Harness {
   void step() {
     ++num_calls;
     const uint64_t choice = random_.below(100);
-    if (choice < 45) {
+    if (choice < 4 && setup_.budget_bytes == 0) {
+      train_aside();
+    } else if (choice < 45) {
       plan();
     } else if (choice < 50) {
       read();
@@ -247,6 +249,89 @@ class Harness {
     in_flight_.push_back(std::move(batch));
   }
 
+  // A batch without slots: planned, trained where its rows are, and committed or undone, beside others in flight.
+  void train_aside() {
+    std::vector<int64_t> keys, offsets, feature_table;
+    random_batch(keys, offsets, feature_table);
+    std::vector<int64_t> index(keys.size(), -9), counts(tables_.size(), -9);
+    const auto before = dump();
+    const Plan plan = group_.plan_aside(
+        {keys.data(), keys.size(), offsets.data(), feature_table.data(), feature_table.size()}, index.data(), counts.data());
+    group_.check();
+    if (plan.status != 0) {
+      ++num_refused_;
+      CHECK(plan.table >= 0 && plan.ordinal == 0 && dump() == before);
+      return;
+    }
+    CHECK(plan.ordinal == static_cast<int64_t>(++last_ordinal_) && plan.num_loads + plan.num_inits == 0);
+    setup_.is_staged ? flush_staged() : group_.flush();
+    const bool is_undone = random_.below(3) == 0 && !is_mixed_;
+    for (size_t t = 0; t < tables_.size(); ++t) {
+      const Model model_before = tables_[t].committed_or_planned;
+      std::vector<int64_t> unique_keys;
+      for (size_t f = 0; f < feature_table.size(); ++f) {
+        if (static_cast<size_t>(feature_table[f]) != t) continue;
+        for (auto i = static_cast<size_t>(offsets[f]); i < static_cast<size_t>(offsets[f + 1]); ++i) {
+          const auto number = static_cast<size_t>(index[i]);
+          CHECK(number <= unique_keys.size());
+          if (number == unique_keys.size()) unique_keys.push_back(keys[i]);
+          CHECK(unique_keys[number] == keys[i]);
+        }
+      }
+      CHECK(unique_keys.size() == static_cast<size_t>(counts[t]));
+      model_plan(t, unique_keys);
+      write_aside(t, unique_keys, /*is_trained=*/!is_undone);
+      if (is_undone) tables_[t].committed_or_planned = model_before;
+    }
+    is_undone ? group_.undo(last_ordinal_) : group_.commit(last_ordinal_);
+    group_.check();
+    if (is_undone) {
+      --last_ordinal_;
+    } else {
+      is_mixed_ = is_mixed_ || !in_flight_.empty();
+    }
+    check_ids();
+  }
+
+  // Reads the rows of the newest batch, which has no slots, and writes them, trained or as they were.
+  void write_aside(size_t t, const std::vector<int64_t>& unique_keys, bool is_trained) {
+    const size_t n = group_.num_batch_rows(last_ordinal_, t);
+    CHECK(n == unique_keys.size());
+    std::vector<uint32_t> rows(n);
+    std::vector<int64_t> slots(n);
+    group_.batch_rows(last_ordinal_, t, rows.data(), slots.data());
+    std::vector<float> records(n * kRecord);
+    group_.read_records(t, rows.data(), n, records.data());
+    for (size_t i = 0; i < n; ++i) {
+      const auto at = records.begin() + static_cast<ptrdiff_t>(i * kRecord);
+      const auto& record = tables_[t].committed_or_planned.at(unique_keys[i]).record;
+      CHECK(std::equal(record.begin(), record.end(), at));
+      if (!is_trained) continue;
+      const auto trained = trained_record(unique_keys[i], last_ordinal_);
+      set_model(t, unique_keys[i], trained);
+      std::copy(trained.begin(), trained.end(), at);
+      if (slots[i] >= 0) write_slot(tables_[t], slots[i], trained);
+    }
+    group_.write_records(t, rows.data(), n, records.data());
+  }
+
+  static std::vector<float> trained_record(int64_t key, uint64_t ordinal) {
+    std::vector<float> record(kRecord);
+    for (uint32_t c = 0; c < kRecord; ++c) {
+      record[c] = static_cast<float>(mix64(static_cast<uint64_t>(key) + ordinal * 64 + c) >> 40);
+    }
+    return record;
+  }
+
+  // A row's new value, also in what an undo of batches in flight must bring back.
+  void set_model(size_t t, int64_t key, const std::vector<float>& record) {
+    tables_[t].committed_or_planned.at(key).record = record;
+    for (InFlight& other : in_flight_) {
+      const auto found = other.before[t].find(key);
+      if (found != other.before[t].end()) found->second.record = record;
+    }
+  }
+
   void model_plan(size_t t, const std::vector<int64_t>& unique_keys) {
     Model& model = tables_[t].committed_or_planned;
     for (int64_t key : unique_keys) {
@@ -334,16 +419,9 @@ class Harness {
     InFlight& batch = in_flight_[at];
     for (size_t t = 0; t < tables_.size(); ++t) {
       for (const auto& [key, slot] : batch.slots[t]) {
-        std::vector<float> record(kRecord);
-        for (uint32_t c = 0; c < kRecord; ++c) {
-          record[c] = static_cast<float>(mix64(static_cast<uint64_t>(key) + batch.ordinal * 64 + c) >> 40);
-        }
+        const auto record = trained_record(key, batch.ordinal);
         write_slot(tables_[t], slot, record);
-        tables_[t].committed_or_planned.at(key).record = record;
-        for (InFlight& other : in_flight_) {  // what an undo of `other` must bring back
-          const auto found = other.before[t].find(key);
-          if (found != other.before[t].end()) found->second.record = record;
-        }
+        set_model(t, key, record);
       }
       for (size_t later = at + 1; later < in_flight_.size(); ++later) {
         CHECK(in_flight_[later].before[t].size() >= batch.slots[t].size());
