@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -102,12 +103,12 @@ def impatient() -> Iterator[None]:
 def slow_loader() -> list[str]:
     with impatient(), Kept() as kept:
         run = Run(1)
-        run.pipeline._watch.dead_seconds = 1.0  # alive: never given up
+        run.pipeline._watch.dead_seconds = 4.0  # alive: never given up
 
         def loader() -> Iterator[Any]:
             for number, batch in enumerate(run.mine[:4]):
                 if (number, dist.get_rank()) == (2, 1):
-                    time.sleep(3.0)
+                    time.sleep(6.0)
                 yield batch
 
         iterator = loader()
@@ -120,7 +121,8 @@ def slow_loader() -> list[str]:
 def test_a_rank_that_is_slow_is_named_once_and_nobody_is_given_up(pool_2: RankPool) -> None:
     first, second = pool_2.run(slow_loader)
     assert len(first) == len(second) == 1
-    assert "rank 0 of 2 has been in DIST of batch 2 for 1 s" in first[0] and "Rank 1 is in LOAD of batch 2." in first[0]
+    assert re.search(r"rank 0 of 2 has been in DIST of batch 2 for \d+ s", first[0])
+    assert "Rank 1 is in LOAD of batch 2." in first[0]
 
 
 def silent_without_death(path: str) -> None:
