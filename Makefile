@@ -15,10 +15,10 @@ PY := .venv/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow lint format bench overlap clean
+.PHONY: help env demo test slow npu-stack npu-api lint format bench overlap clean
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
 
 env:  ## make or refresh .venv (all others do this first)
@@ -34,6 +34,14 @@ test: env  ## run the test suite, without the slow tests
 
 slow: env  ## run the slow tests: packaging, larger worlds, sanitizers
 	@$(PY) -m pytest -m slow $(ARGS)
+
+npu-stack:  ## run the suite on the NPU stack's versions, in .venv-npu-stack (7 GB, half an hour)
+	@$(PYTHON) tools/setup_env.py --stack npu-stack
+	@.venv-npu-stack/bin/python -m pytest -m "not slow" $(ARGS)
+
+npu-api:  ## check that the real torch-npu, over a stub of CANN, has all that is called
+	@$(PYTHON) tools/setup_env.py --stack npu-stack
+	@.venv-npu-stack/bin/python -m tests.npu_api $(ARGS)
 
 lint: env  ## ruff, mypy, import-linter, codespell
 	$(PY) -m ruff check .
@@ -53,5 +61,5 @@ overlap: env  ## measure how much host traffic the pipeline hides (three minutes
 	@$(PY) -m benchmarks.overlap $(ARGS)
 
 clean:  ## remove .venv, build products and caches
-	rm -rf .venv build dist .stamps .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-npu-stack build dist .stamps .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

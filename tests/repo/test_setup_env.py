@@ -29,14 +29,11 @@ class Checkout:
         (root / ".venv" / "bin" / "python").write_text("")
         for name, value in {
             "ROOT": root,
-            "VENV": root / ".venv",
-            "VENV_PYTHON": root / ".venv" / "bin" / "python",
-            "STAMP": root / ".venv" / "stamp.json",
             "NATIVE": self.native,
             "STAND_IN": root / "stand_in",
-            "has_same_python": lambda: True,
-            "check_core": lambda: None,
-            "pip": lambda *arguments: self.calls.append(arguments),
+            "has_same_python": lambda stack: True,
+            "check_core": lambda stack: None,
+            "pip": lambda stack, *arguments: self.calls.append(arguments),
         }.items():
             monkeypatch.setattr(setup_env, name, value)
 
@@ -92,6 +89,33 @@ def test_changed_pins_and_another_stack_install_anew(checkout: Checkout) -> None
     assert everything[-1].endswith("[cuda,demo,test,dev]")
 
 
+def test_the_npu_stack_without_an_npu_has_an_environment_of_its_own(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (checkout.root / "pyproject.toml").open("a") as file:
+        file.write('[project.optional-dependencies]\nnpu = ["torch==2", "torch-npu==2.post1", "fbgemm-ascend==1"]\n')
+    folder = checkout.root / ".venv-npu-stack"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text("#!/bin/sh\necho 2.0+cu1\n")  # asked for torch's version, it names a CUDA build
+    python.chmod(0o755)
+    said: list[str] = []
+    monkeypatch.setattr(setup_env, "say", said.append)
+    checkout.refresh()
+    tools, everything, need_cann = checkout.refresh("npu-stack")
+    assert "wheel" in tools
+    assert "torch==2" in everything and not any("torch-npu" in a or "ascend" in a for a in everything)
+    assert need_cann[1:] == (
+        "--no-deps",
+        "--target",
+        str(folder / "device_wheels"),
+        "torch-npu==2.post1",
+        "fbgemm-ascend==1",
+    )
+    assert any("torch 2.0+cu1 is a CUDA build" in text for text in said)
+    assert checkout.refresh("npu-stack") == [] == checkout.refresh()  # neither has undone the other
+
+
 def test_a_compiler_that_appears_rebuilds(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_env, "find_compiler", lambda: None)
     checkout.refresh()
@@ -115,7 +139,7 @@ def test_a_failed_installation_is_tried_again(checkout: Checkout, monkeypatch: p
 
 def test_a_half_written_stamp_counts_as_none(checkout: Checkout) -> None:
     checkout.refresh()
-    setup_env.STAMP.write_text("{")
+    setup_env.stamp_of("cpu").write_text("{")
     assert len(checkout.refresh()) == 2
 
 
