@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrec.backend import KernelRequest, PlanningRates
 from hybridrec.errors import BackendError
+
+_TEST_ROWS, _TEST_DIM = 4096, 64
+"""One MiB: more than a driver copies through a buffer of its own."""
 
 
 class AcceleratorBackend(abc.ABC):
@@ -22,14 +26,54 @@ class AcceleratorBackend(abc.ABC):
     device_type: str
     is_host_memory = False
     collective_backend: str
+    planner_alias: str
 
     @abc.abstractmethod
     def unavailable_reason(self) -> str | None:
         """None if the device can be used now, else why not and what to do."""
 
-    def kernel_name(self, *, optimizer: str, dim: int, is_weighted: bool) -> str:
+    def kernel_name(self, request: KernelRequest) -> str:
         """``"torch"``: plain PyTorch operators, which need nothing that a device's own library may lack."""
         return "torch"
+
+    def planning_rates(self) -> PlanningRates | None:
+        """TorchRec's constants for the alias."""
+        return None
+
+    def self_test(self, device: torch.device) -> None:
+        """Rows go to the device on one stream, are added to and taken by number on another, and come back on the first.
+
+        Raises:
+            BackendError: Other values came back.
+        """
+        rows = torch.arange(_TEST_ROWS * _TEST_DIM, dtype=torch.float32).view(_TEST_ROWS, _TEST_DIM)
+        sent, received = self.empty_staging(rows.numel()), self.empty_staging(rows.numel())
+        sent.copy_(rows.view(-1))
+        received.fill_(-1.0)
+        side, current = self.make_stream(device), self.current_stream(device)
+        with self.use_stream(side):
+            there = sent.to(device, non_blocking=True)
+            arrived = self.record_event(side)
+        current.wait_event(arrived)
+        self.record_stream(there, current)
+        order = torch.arange(_TEST_ROWS - 1, -1, -1, device=device)
+        turned = there.view(_TEST_ROWS, _TEST_DIM).add(1.0).index_select(0, order).view(-1)
+        side.wait_event(self.record_event(current))
+        with self.use_stream(side):
+            received.copy_(turned, non_blocking=True)
+            self.record_stream(turned, side)
+            back = self.record_event(side)
+        back.synchronize()
+        expected = rows.flip(0).view(-1) + 1.0
+        wrong = (received != expected).nonzero().flatten()
+        if wrong.numel():
+            first = int(wrong[0])
+            raise BackendError(
+                f"device {str(device)!r}: self-test of copies, streams and events: {wrong.numel():,} of "
+                f"{expected.numel():,} values came back wrong; value {first} is {received[first].item():g}, not "
+                f"{expected[first].item():g}. Do not train on this device: check its driver and the versions of torch "
+                "and of the device's library (python -m hybridrec.doctor)."
+            )
 
     def empty_staging(self, num: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised [num] in pinned host memory, so that copies to and from the device can overlap."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrec.backend import KernelRequest, PlanningRates
 from hybridrec.errors import BackendError
 
 _MEMINFO = Path("/proc/meminfo")
@@ -24,17 +25,26 @@ class CpuBackend:
     device_type = "cpu"
     is_host_memory = True
     collective_backend = "gloo"
+    planner_alias = "cpu"
 
     def unavailable_reason(self) -> str | None:
         """None: the host is always there."""
         return None
 
-    def kernel_name(self, *, optimizer: str, dim: int, is_weighted: bool) -> str:
+    def kernel_name(self, request: KernelRequest) -> str:
         """FBGEMM's kernel where its CPU build has the optimizer and the dim, else plain PyTorch operators.
 
         Source: FBGEMM 1.8 refuses Adam on the CPU, and dims that are no multiple of 4.
         """
-        return "tbe" if optimizer in _TBE_OPTIMIZERS and dim % _TBE_DIM_MULTIPLE == 0 else "torch"
+        is_served = request.optimizer in _TBE_OPTIMIZERS and request.dim % _TBE_DIM_MULTIPLE == 0
+        return "tbe" if is_served and (request.pooling, request.dtype) == ("sum", torch.float32) else "torch"
+
+    def planning_rates(self) -> PlanningRates | None:
+        """TorchRec's constants."""
+        return None
+
+    def self_test(self, device: torch.device) -> None:
+        """Nothing to test: nothing is copied, and there are no streams."""
 
     def empty_staging(self, num: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Uninitialised [num]; ordinary memory, since nothing has to cross a bus."""

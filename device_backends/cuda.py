@@ -17,6 +17,7 @@ class CudaBackend(AcceleratorBackend):
 
     device_type = "cuda"
     collective_backend = "nccl"
+    planner_alias = "cuda"
 
     def unavailable_reason(self) -> str | None:
         """None if a GPU can be used now, else why not and what to do."""

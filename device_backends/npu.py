@@ -14,6 +14,7 @@ import importlib.util
 import torch
 
 from device_backends.base import AcceleratorBackend
+from hybridrec.backend import PlanningRates
 
 
 class NpuBackend(AcceleratorBackend):
@@ -21,11 +22,18 @@ class NpuBackend(AcceleratorBackend):
 
     device_type = "npu"
     collective_backend = "hccl"
-    planner_alias = "cuda"  # TorchRec's planner knows no NPU; memory and speed are accounted as for this device
+    planner_alias = "cuda"  # TorchRec's planner knows no NPU; tiers are accounted as on this device
 
     def unavailable_reason(self) -> str | None:
         """None if an NPU can be used now, else why not and what to do. Imports torch_npu, which teaches torch "npu"."""
         return _unavailable_reason()
+
+    def planning_rates(self) -> PlanningRates | None:
+        """Of an Atlas 800T A2 (Ascend 910B), as published, not measured: 64 GB at 1.6 TB/s, PCIe 5.0 x16.
+
+        Half of the link's 64 GB/s is assumed, as TorchRec does for GPUs.
+        """
+        return PlanningRates(memory_bytes=64 * 10**9, memory_bytes_per_second=1.6e12, link_bytes_per_second=32e9)
 
 
 @functools.cache

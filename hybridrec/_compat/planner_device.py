@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hybridrec._compat.torchrec import _fail, _symbol
-from hybridrec.backend import HOST, known_backends, parse_device, resolve_backend
+from hybridrec.backend import HOST, known_backends, load_backend, parse_device, resolve_backend
 from hybridrec.errors import BackendError
 
 _PLANNER = "torchrec.distributed.planner"
@@ -26,9 +26,20 @@ _PLANNER = "torchrec.distributed.planner"
 
 @functools.cache
 def planner_alias(device_type: str) -> str:
-    """The device type, known to TorchRec's planner, that this one is accounted like; itself if its backend is mute."""
-    entry = known_backends().get(device_type)
-    return str(getattr(entry.load(), "planner_alias", device_type)) if entry is not None else device_type
+    """The device type, known to TorchRec's planner, that this one is accounted like; itself without a backend."""
+    return load_backend(device_type).planner_alias if device_type in known_backends() else device_type
+
+
+def _rates_of(device_type: str) -> dict[str, float]:
+    """Arguments of a topology, in bytes and bytes a millisecond, that its maker need not give."""
+    rates = load_backend(device_type).planning_rates() if device_type in known_backends() else None
+    if rates is None:
+        return {}
+    return {
+        "hbm_cap": rates.memory_bytes,
+        "hbm_mem_bw": rates.memory_bytes_per_second / 1e3,
+        "hbm_to_ddr_mem_bw": rates.link_bytes_per_second / 1e3,
+    }
 
 
 def install_device_wraps() -> None:
@@ -81,16 +92,23 @@ def _show_alias(owner: Any, name: str) -> None:
 
 def _wrap_topology() -> None:
     topology = _symbol(
-        f"{_PLANNER}.types", "Topology", parameters=("world_size", "compute_device", "hbm_cap", "ddr_cap")
+        f"{_PLANNER}.types",
+        "Topology",
+        parameters=("world_size", "compute_device", "hbm_cap", "ddr_cap", "hbm_mem_bw", "hbm_to_ddr_mem_bw"),
     )
     inner = topology.__init__
+    signature = inspect.signature(inner)
 
     @functools.wraps(inner)
     def init(self: Any, world_size: int, compute_device: str, *args: Any, **kwargs: Any) -> None:
         alias = planner_alias(compute_device)
         if alias != compute_device:
             _teach_name(compute_device)
-        inner(self, world_size, alias, *args, **kwargs)
+        bound = signature.bind(self, world_size, alias, *args, **kwargs)
+        for name, value in _rates_of(compute_device).items():
+            if bound.arguments.get(name) is None:
+                bound.arguments[name] = value
+        inner(*bound.args, **bound.kwargs)
         if self._compute_device != alias:
             raise _fail("planner.types.Topology._compute_device", "is not where the topology keeps its device")
         self._compute_device = compute_device

@@ -143,6 +143,16 @@ class PooledLookup(nn.Module):
         self._growing = [t for t, table in enumerate(self._tables) if table.placed.placement is Placement.HOST]
 
     @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return self._device
+
+    @property
+    def total_dim(self) -> int:
+        """Columns of the pools."""
+        return sum(self._kernel_dims)
+
+    @property
     def kernels(self) -> list[LookupKernel]:
         return self._kernels
 

@@ -14,6 +14,7 @@ from hybridrec._compat.planner import PLANNING_ATTRIBUTE, TIERS_ATTRIBUTE, insta
 from hybridrec._compat.torchrec import BaseEmbeddingSharder
 from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.config import TableConfig
+from hybridrec.distributed.device_check import check_collectives
 from hybridrec.distributed.host_env import check_host_env
 from hybridrec.distributed.host_memory import HostBudget, local_world_size
 from hybridrec.distributed.lookup import PooledLookup
@@ -23,6 +24,7 @@ from hybridrec.distributed.planner_report import HybridPlanPolicy, SharderPlanni
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
 from hybridrec.distributed.verdict import agree
+from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import BackendError, ConfigError
 from hybridrec.kernels.factory import group_tables
 from hybridrec.kernels.optimizer import OptimizerSpec
@@ -101,12 +103,13 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
     ) -> ShardedHashEmbeddingBagCollection:
         """Build this rank's shards. No row exists yet and, on the host, no memory for any is taken.
 
-        Collective over the host group: what one rank refuses, all refuse.
+        Collective over the host group: what one rank refuses, all refuse. On a device that is not the host the first
+        call tests copies and, over the device group, collectives with known values.
 
         Raises:
             ConfigError: The plan lacks a table or asks for what does not exist; a table has no optimizer; the groups
                 do not match.
-            BackendError: The slots do not fit the device.
+            BackendError: The slots do not fit the device; or the device or its collectives failed their self-test.
         """
         sharded, error = None, None
         try:
@@ -117,7 +120,16 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         if agreed is not None:
             raise agreed from (None if agreed is error else error)
         assert sharded is not None
+        self._check_collectives(sharded)
         return sharded
+
+    def _check_collectives(self, sharded: ShardedHashEmbeddingBagCollection) -> None:
+        lookup = sharded.lookup
+        if not resolve_backend(lookup.device.type).is_host_memory:
+            with watched(self._host_group, "self-test of the device's collectives"):
+                check_collectives(
+                    sharded.device_group, lookup.device, total_dim=lookup.total_dim, host_group=self._host_group
+                )
 
     def _shard(
         self,
@@ -157,11 +169,13 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             device=device,
         )
         self._check_device_memory(shard_tables, device)
+        backend = resolve_backend(device.type)
+        backend.self_test(device)
         lookup = PooledLookup(
             kernels,
             is_weighted=module.is_weighted(),
             device=device,
-            backend=resolve_backend(device.type),
+            backend=backend,
             rank=env.rank,
             world_size=env.world_size,
             host_budget_bytes=self._host_budget.part_of(module),

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from hybridrec.backend import resolve_backend
+from hybridrec.backend import KernelRequest, resolve_backend
 from hybridrec.errors import BackendError
 from hybridrec.kernels.base import KernelSpec, LookupKernel
 from hybridrec.kernels.optimizer import OptimizerSpec
@@ -24,7 +24,7 @@ def kernel_name(optimizer: OptimizerSpec, *, dim: int, is_weighted: bool, device
     if optimizer.weight_decay != 0.0:
         return "torch"
     backend = resolve_backend(device.type)
-    name = backend.kernel_name(optimizer=optimizer.kind, dim=dim, is_weighted=is_weighted)
+    name = backend.kernel_name(KernelRequest(optimizer=optimizer.kind, dim=dim, is_weighted=is_weighted))
     if name not in ("tbe", "torch"):
         raise BackendError(
             f"device {device.type!r}: its backend names kernel {name!r} for optimizer {optimizer.kind!r}, dim {dim}. "

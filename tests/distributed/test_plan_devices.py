@@ -90,6 +90,8 @@ def test_npu_is_accounted_as_cuda(npu_process: Callable[..., Any], kernel: str) 
     assert cuda.pop("device") == "cuda"
     assert npu.pop("placements")[5] == "rank:5/npu:1"
     assert cuda.pop("placements")[5] == "rank:5/cuda:1"
+    faster = npu.pop("perfs"), cuda.pop("perfs")
+    assert faster[0] != faster[1]  # by rates of its own
     assert npu == cuda
     assert npu["caps"] == [(32 * GIB, 256 * GIB)] * 8
     reserved_hbm, reserved_ddr = npu["reserved"]
@@ -97,6 +99,17 @@ def test_npu_is_accounted_as_cuda(npu_process: Callable[..., Any], kernel: str) 
     assert reserved_ddr == 256 * GIB
     # Adagrad on 10^6 rows of 16 floats, on whichever rank the plain table landed
     assert sum(hbm for hbm, _ in npu["storages"]["p"]) >= 2 * 16 * 4 * 10**6
+
+
+def rates_on(device_type: str, **given: float) -> tuple[float, ...]:
+    topology = Topology(world_size=1, compute_device=device_type, **given)
+    return topology.devices[0].storage.hbm, topology.hbm_mem_bw, topology.hbm_to_ddr_mem_bw
+
+
+def test_npu_has_rates_of_its_own_unless_given(npu_process: Callable[..., Any]) -> None:
+    assert npu_process(rates_on, "npu") == (64 * 10**9, 1.6e9, 32e6)
+    assert npu_process(rates_on, "npu", hbm_cap=GIB, hbm_mem_bw=5.0) == (GIB, 5.0, 32e6)
+    assert npu_process(rates_on, "cuda")[0] == 32 * GIB  # TorchRec's own
 
 
 def test_cpu_counts_both_tiers_as_one(pool_1: RankPool) -> None:

@@ -13,14 +13,20 @@ from tests.repo.sources import ROOT, repository_files, tree_of, where
 DEVICE_NAME = re.compile(r"(cpu|cuda|npu|xpu|mtia|hccl|nccl)(:\d+)?")
 DEVICE_ATTRIBUTES = {"cuda", "npu", "is_cuda", "is_npu", "is_cpu"}
 """``x.cpu()`` is not among them: a copy to host memory, in torch's words, from whatever device."""
+DEVICE_MODULES = re.compile(r"(torch_npu|fbgemm_ascend|torch\.(cuda|npu|xpu|mtia))(\..+)?")
 HOST_MODULE = ROOT / "hybridrec" / "backend.py"
 """Defines HOST, host memory in torch's words: the one place that says ``torch.device("cpu")``."""
 
 
 def device_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of strings that are device or process group names, and of attributes such as ``torch.cuda``."""
+    """(line, text) of strings that name devices or process groups, attributes such as ``torch.cuda``, and imports."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                if DEVICE_MODULES.fullmatch(base + alias.name):
+                    yield node.lineno, base + alias.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             # "cpu:gloo,npu:hccl" is how torch spells a pair of backends
             if any(DEVICE_NAME.fullmatch(part) for part in re.split(r"[,:]", node.value)):
                 yield node.lineno, repr(node.value)
@@ -44,6 +50,11 @@ def test_no_device_is_named() -> None:
         ('init("cpu:gloo,npu:hccl")', True),
         ("x = torch.cuda.Stream()", True),
         ("rows.is_cuda", True),
+        ("import torch_npu", True),
+        ("from torch.cuda import Stream", True),
+        ("from torch import npu", True),
+        ("from torch import nn", False),
+        ('f"{kind}:cuda"', True),
         ('"""Works on cpu and cuda."""', False),
         ("rows.to(HOST)", False),
         ("rows.cpu()", False),

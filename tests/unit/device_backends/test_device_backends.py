@@ -7,13 +7,14 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from device_backends import cpu, cuda, npu
 from device_backends.base import AcceleratorBackend
-from hybridrec.backend import HOST, DeviceBackend, known_backends, resolve_backend
+from hybridrec.backend import HOST, DeviceBackend, KernelRequest, known_backends, resolve_backend
 from hybridrec.errors import BackendError
 
 
@@ -40,6 +41,7 @@ def test_host_backend() -> None:
     staging = cpu.backend.empty_staging(10)
     assert (staging.shape, staging.dtype, staging.device) == ((10,), torch.float32, HOST)
     cpu.backend.synchronize(HOST)
+    cpu.backend.self_test(HOST)
     free, total = cpu.backend.memory_bytes(HOST)
     assert 1 << 20 < free <= total
 
@@ -74,12 +76,28 @@ def test_host_memory_is_what_machine_and_cgroup_allow(monkeypatch: pytest.Monkey
 )
 def test_host_kernels(optimizer: str, dim: int, expected: str) -> None:
     for is_weighted in (False, True):
-        assert cpu.backend.kernel_name(optimizer=optimizer, dim=dim, is_weighted=is_weighted) == expected
+        request = KernelRequest(optimizer=optimizer, dim=dim, is_weighted=is_weighted)
+        assert cpu.backend.kernel_name(request) == expected
+
+
+@pytest.mark.parametrize("more", [{"pooling": "none"}, {"dtype": torch.float16}])
+def test_host_kernels_of_fbgemm_add_float32(more: dict[str, Any]) -> None:
+    request = KernelRequest(optimizer="sgd", dim=4, is_weighted=False, **more)
+    assert cpu.backend.kernel_name(request) == "torch"
 
 
 @pytest.mark.parametrize("backend", [cuda.backend, npu.backend])
 def test_accelerators_are_served_by_plain_operators(backend: AcceleratorBackend) -> None:
-    assert backend.kernel_name(optimizer="sgd", dim=64, is_weighted=False) == "torch"
+    assert backend.kernel_name(KernelRequest(optimizer="sgd", dim=64, is_weighted=False)) == "torch"
+
+
+def test_rates_that_plans_assume() -> None:
+    assert cpu.backend.planning_rates() is None
+    assert cuda.backend.planning_rates() is None
+    rates = npu.backend.planning_rates()
+    assert rates is not None
+    assert rates.link_bytes_per_second < rates.memory_bytes_per_second
+    assert rates.memory_bytes == 64 * 10**9
 
 
 @pytest.fixture
@@ -148,6 +166,7 @@ def test_accelerator_uses_the_device_module(monkeypatch: pytest.MonkeyPatch) -> 
     class Fake(AcceleratorBackend):
         device_type = "fake"
         collective_backend = "fake"
+        planner_alias = "fake"
 
         def unavailable_reason(self) -> str | None:
             return None

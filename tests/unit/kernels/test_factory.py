@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hybridrec.backend import HOST
+from hybridrec.backend import HOST, KernelRequest
 from hybridrec.errors import BackendError, ConfigError
 from hybridrec.kernels import factory
 from hybridrec.kernels.factory import group_tables, kernel_name, make_kernel
@@ -92,7 +92,7 @@ def test_tbe_kernel_refuses_what_fbgemm_cannot_do(
 
 def test_a_backend_that_names_an_unknown_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Backend:
-        def kernel_name(self, *, optimizer: str, dim: int, is_weighted: bool) -> str:
+        def kernel_name(self, request: KernelRequest) -> str:
             return "fast"
 
     monkeypatch.setattr(factory, "resolve_backend", lambda _: Backend())
