@@ -260,9 +260,12 @@ class TransactionLog:
             return
         with self.lock:
             self._apply_posted()
-            while self.abandoned:
-                newest = max(self.abandoned, key=lambda t: t.ordinal)
-                self.abandoned.remove(newest)
+            waiting: list[BatchTransaction] = []
+            while self.abandoned or waiting:
+                while self.abandoned:  # not iterated: another thread may append meanwhile, or the collector on this one
+                    waiting.append(self.abandoned.popleft())
+                newest = max(waiting, key=lambda t: t.ordinal)
+                waiting.remove(newest)
                 if not newest.is_final:
                     newest.undo()
 

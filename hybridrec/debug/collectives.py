@@ -129,10 +129,16 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
             yield from _tensors(argument)
 
 
+def _device_of(backend: str) -> torch.device:
+    """Where a backend takes tensors: on the host, if it does there."""
+    devices = dist.Backend.backend_capability.get(backend, [HOST.type])
+    return HOST if HOST.type in devices else torch.device(devices[0])
+
+
 def _exchange(value: Any) -> list[Any]:
     """Every rank's value, as JSON."""
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = HOST if dist.get_backend() == "gloo" else torch.empty(0).device
+    device = _device_of(dist.get_backend())
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64, device=device)
     all_gather_single(sizes, torch.tensor([payload.numel()], device=device))
     longest = int(sizes.max())

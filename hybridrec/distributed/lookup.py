@@ -196,6 +196,7 @@ class PooledLookup(nn.Module):
         self._watch.warn()
         slots_N = torch.empty_like(keys.values())
         while True:
+            self._require_whole()  # an update may have failed while this waited for its pins
             seen = self.log.num_releases
             self.log.settle()
             if self.log.is_any_aside and may_wait is not None and self.log.wait_for_release(seen, may_wait):

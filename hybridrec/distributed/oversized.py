@@ -13,7 +13,6 @@ unless another batch was looked up in passes, or trained, in between.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +54,12 @@ class _Sizes:
     @property
     def is_one_pass(self) -> bool:
         """Whether all rows fit together."""
-        return bool((self.unique_T <= self.room_T).all())
+        return self.num_passes <= 1
+
+    @property
+    def num_passes(self) -> int:
+        """Of the backward: until every table's rows were in one."""
+        return int(((self.unique_T + self.room_T - 1) // self.room_T).max())
 
 
 class _Loaded(NamedTuple):
@@ -222,8 +226,7 @@ class PassLookup:
         room_N = sizes.room_T[_table_of_occurrence(self._kernels[k], occurrences)]
         pass_N = occurrences.index_N // room_N
         place_N = occurrences.index_N - pass_N * room_N
-        num_passes = math.ceil((sizes.unique_T / sizes.room_T).max().item())
-        for p in range(num_passes):
+        for p in range(sizes.num_passes):
             is_in = pass_N == p
             positions = is_in.nonzero().flatten()
             counts = torch.zeros(is_in.shape[0] + 1, dtype=torch.int64)

@@ -45,6 +45,7 @@ class ShardWatch:
 
     def oversized(self, refused: Plan, *, slots: int) -> None:
         """A batch that was refused for want of slots is computed in passes instead. Said once a table."""
+        self._unchecked_bytes = self._budget_bytes  # its new rows are in the store already, and no plan counts them
         t = refused.table
         if t in self._are_oversized:
             return

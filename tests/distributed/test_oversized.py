@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hybridrec import HybridRecError
 from hybridrec.cache import TransactionLog
 from hybridrec.distributed.lookup import PooledLookup
-from hybridrec.distributed.oversized import PassLookup
+from hybridrec.distributed.oversized import PassLookup, _Sizes
 from tests.distributed.pipelines import run_pipeline_against_oracle
 from tests.distributed.scenario import Scenario, build, make_batch, run_against_oracle, state_of, to_kjt
 from tests.distributed.test_capacity import DIM, bag_of, evicting_run, shard
@@ -247,3 +247,13 @@ def mutated(name: str) -> None:
 def test_mutant_is_caught(pool_1: RankPool, name: str) -> None:
     with pytest.raises(Exception, match="is not|loss|assert|newer in slot"):
         pool_1.run(mutated, name)
+
+
+@pytest.mark.parametrize(
+    ("unique", "room", "passes"),
+    [(0, 1, 0), (1, 1, 1), (8, 4, 2), (9, 4, 3), (16 * 2**20 + 1, 2**20, 17), (2**32 - 1, 2**31, 2)],
+)
+def test_no_row_is_beyond_the_last_pass(unique: int, room: int, passes: int) -> None:
+    """A quotient in float32 would leave the last row of 16,777,217 out."""
+    sizes = _Sizes(unique_T=torch.tensor([0, unique]), room_T=torch.tensor([1, room]))
+    assert sizes.num_passes == passes and sizes.is_one_pass is (passes <= 1)

@@ -356,3 +356,52 @@ def test_a_batch_abandoned_while_one_waits_ends_the_wait() -> None:
 
     assert log.wait_for_release(log.num_releases, may_wait)
     assert len(asked) < 100
+
+
+def test_batches_abandoned_while_others_are_undone_lose_nothing() -> None:
+    """A thread that frees a graph appends in the middle of `settle`."""
+    log = TransactionLog(None, None)  # type: ignore[arg-type]
+    freed_meanwhile, undone = [9], list[int]()
+
+    class Batch:
+        is_final = False
+
+        def __init__(self, ordinal: int) -> None:
+            self._ordinal = ordinal
+
+        @property
+        def ordinal(self) -> int:
+            if freed_meanwhile:
+                log.abandoned.append(Batch(freed_meanwhile.pop()))  # type: ignore[arg-type]
+            return self._ordinal
+
+        def undo(self) -> None:
+            undone.append(self._ordinal)
+
+    log.abandoned.extend([Batch(1), Batch(2), Batch(3)])  # type: ignore[list-item]
+    log.settle()
+    assert undone == [3, 9, 2, 1] and not log.abandoned
+
+
+def update_failed_while_one_waits() -> None:
+    run = Run(1)
+    lookup, waited = run.dmp.module.ebc.lookup, []
+
+    def wait_for_release(seen: int, may_wait: object) -> bool:
+        lookup.log.broken = "the update of batch 1 failed half-way"
+        waited.append(seen)
+        return len(waited) < 100
+
+    keys = run.dmp.module.ebc._feature_order.apply(run.mine[0].features)
+    with (
+        mock.patch.object(TransactionLog, "is_any_aside", True),
+        mock.patch.object(lookup.log, "wait_for_release", wait_for_release),
+        pytest.raises(StateError, match="the update of batch 1 failed half-way"),
+    ):
+        lookup.map(keys, is_training=True, may_wait=lambda: True)
+    assert len(waited) == 1
+
+
+def test_a_batch_that_waits_behind_a_failed_update_is_refused(pool_1: RankPool) -> None:
+    """Abandoned batches cannot be undone any more, so that every look for released pins would say: try again."""
+    pool_1.run(update_failed_while_one_waits)

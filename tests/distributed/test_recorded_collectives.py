@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from hybridrec import StateError
 from hybridrec.debug import recorded_collectives
+from hybridrec.debug.collectives import _device_of
 from hybridrec.distributed.watchdog import watch_of
 from tests.distributed.pipelines import delays
 from tests.distributed.test_uneven_ranks import Uneven
@@ -77,3 +78,8 @@ def test_two_swapped_collectives_are_named(pools: RankPools, world_size: int) ->
     assert "differ in collective 2 of process group" in texts[0]
     assert "rank 0: allreduce in MAP of batch 2 of sizes [3]" in texts[0]
     assert f"rank {world_size - 1}: allreduce in MAP of batch 3 of sizes [3]" in texts[0]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "cuda"), ("undefined", "cpu")])
+def test_logs_travel_where_the_backend_takes_tensors(backend: str, device: str) -> None:
+    assert _device_of(backend) == torch.device(device)

@@ -311,6 +311,7 @@ Refusal TableShard::plan(const int64_t* keys, const KeyRanges& ranges, uint32_t 
     if (fits) fits = apply_quota(ordinal, journal, refusal);
     if (fits) {
       mark_grown(journal);
+      if (journal.is_aside) number_rows(ranges, num_keys, slots);
       fits = journal.is_aside ? store_new_rows(journal, refusal) : place(journal, refusal);
     }
   } catch (const std::bad_alloc&) {
@@ -324,7 +325,6 @@ Refusal TableShard::plan(const int64_t* keys, const KeyRanges& ranges, uint32_t 
   }
   if (journal.is_aside) {
     journal.accesses = num_keys;
-    number_rows(ranges, num_keys, slots);
     return refusal;
   }
   stamp_slots(plan_number, journal);
