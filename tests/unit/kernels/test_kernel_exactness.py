@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrec._compat.fbgemm import HAS_PREALLOCATED_HOST_BUFFERS
 from hybridrec.errors import StateError
 from hybridrec.kernels import torch_kernel
 from hybridrec.kernels.base import KernelSpec
@@ -326,6 +327,8 @@ def test_the_size_of_a_block_changes_no_bit(kind: OptimizerKind, monkeypatch: py
 
 @each_kernel
 def test_slots_take_no_memory_before_they_are_used(kernel_name: str) -> None:
+    if kernel_name == "tbe" and not HAS_PREALLOCATED_HOST_BUFFERS:
+        pytest.skip("this FBGEMM writes all slots when it makes them; memory of ours it takes from 1.8 on")
     mib = 1 << 20
     before = _resident_bytes()
     kernel = KERNELS[kernel_name](make_spec("adagrad", (64, 64), num_slots=512 * 1024))
