@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_FOLDERS = ("hybridrec", "device_backends", "examples", "benchmarks", "tests", "tools", "docs", ".ci")
+TOP_FOLDERS = ("hybridrec", "device_backends", "examples", "benchmarks", "tests", "tools", "docs", "docker", ".ci")
 CODE_SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cpp", ".cu", ".sh")
 TEXT_SUFFIXES = (*CODE_SUFFIXES, ".md", ".toml", ".txt", ".yaml", ".yml", ".cfg", "")
 BUILT = {"__pycache__", "build", "dist"}
