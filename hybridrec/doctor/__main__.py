@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator
-from itertools import chain
+from pathlib import Path
 
-from hybridrec.doctor import machine, network, selftest, versions
-from hybridrec.doctor.child import Outcome, run_children
-from hybridrec.doctor.report import Finding, Status, exit_status, render, summary, to_json
+from hybridrec.doctor import checklist, versions
+from hybridrec.doctor.examination import examine
+from hybridrec.doctor.report import Finding, exit_status, render, summary, to_json
 
-_STACK_MODULE = "hybridrec.doctor.stack"
 DEFAULT_SECONDS = 120.0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report. Returns the exit status."""
     args = _parse(argv)
+    if args.checklist is not None:
+        report = args.report or Path(f"hybridrec_{args.checklist}_checklist")
+        return checklist.verify(
+            args.checklist, chosen=args.steps or checklist.STEPS, seconds=args.seconds, report=report, as_json=args.json
+        )
     printed: list[Finding] = []
-    device = args.device
 
-    def show(findings: Iterator[Finding] | list[Finding]) -> None:
-        for finding in findings:
-            if not args.json:
-                if not printed or printed[-1].section != finding.section:
-                    print(("\n" if printed else "") + finding.section)
-                print(render(finding), flush=True)
-            printed.append(finding)
+    def show(finding: Finding) -> None:
+        if not args.json:
+            if not printed or printed[-1].section != finding.section:
+                print(("\n" if printed else "") + finding.section)
+            print(render(finding), flush=True)
+        printed.append(finding)
 
-    show(versions.findings(None if device == "auto" else device))
-    show(chain(machine.findings(), network.findings()))
-    if any(f.section == versions.SECTION and f.status is Status.FAIL for f in printed):
-        skipped = "not tried: install what is missing first"
-        show([Finding(section="Libraries", what="torch, devices, kernels", value=skipped, status=Status.OFF)])
-    else:
-        outcome = _run_stack(args)
-        show(outcome.findings)
-        show(_end_of_stack(outcome))
-        device = outcome.get("device") or device
-        show(_collectives(outcome, args.seconds))
+    examination = examine(args.device, seconds=args.seconds, show=show, imports=args.imports)
     status = exit_status(printed, is_strict=args.strict)
     if args.json:
-        print(to_json(printed, device=device, status=status))
+        print(to_json(printed, device=examination.device, status=status))
     else:
-        print("\n" + summary(printed, device=device))
+        print("\n" + summary(printed, device=examination.device))
     return status
 
 
@@ -57,7 +47,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "time limit.",
         epilog="Status of a line: ok; off (not there and not needed); warn (works, but slower, less safe or not what "
         "was tested); fail. Exit status: 0 if training on the device can start, 1 if it cannot, "
-        "2 if an option is wrong.",
+        "2 if an option is wrong. Of a checklist: 0 if no step failed, 1 if one did, 3 if there is no such device.",
     )
     add = parser.add_argument
     add("--device", default="auto", help="device type to train on (default auto: an accelerator if usable, else host)")
@@ -77,6 +67,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=DEFAULT_SECONDS,
         help=f"time limit of each of the checks that run in processes of their own (default {DEFAULT_SECONDS:g})",
     )
+    _add_checklists(parser)
     args = parser.parse_args(argv)
     known = versions.known_devices()
     if known and args.device not in ("auto", *known):
@@ -84,7 +75,37 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             f"argument --device: there is no backend for {args.device!r}. Pass one of auto, {', '.join(known)}, or "
             "install a package with a backend of that name."
         )
+    if args.checklist is None and (args.steps or args.report):
+        parser.error("--step and --report belong to a checklist.")
+    if args.checklist is not None and (args.device != "auto" or args.strict or args.imports):
+        parser.error("--device, --strict and --import do not go with a checklist, which is of one device.")
     return args
+
+
+def _add_checklists(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "checklists",
+        "Verify one device from end to end: the doctor's checks, collectives and kernels at real sizes, and, in a "
+        "checkout, the tests marked for it, the demo and the benchmarks. That may take an hour.",
+    )
+    for name in versions.known_devices():
+        group.add_argument(
+            f"--{name}-checklist", dest="checklist", action="store_const", const=name, help=f"of device {name!r}"
+        )
+    group.set_defaults(checklist=None)
+    group.add_argument(
+        "--step",
+        dest="steps",
+        action="append",
+        choices=checklist.STEPS,
+        help="only this step, and the doctor's checks; may be given several times",
+    )
+    group.add_argument(
+        "--report",
+        type=Path,
+        metavar="PATH",
+        help="write PATH.txt and PATH.json (default: hybridrec_DEVICE_checklist, in the current folder)",
+    )
 
 
 def _seconds(text: str) -> float:
@@ -95,36 +116,6 @@ def _seconds(text: str) -> float:
     if not 0 < value < 86_400:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
-
-
-def _run_stack(args: argparse.Namespace) -> Outcome:
-    arguments = ["--device", args.device, *chain.from_iterable(("--import", name) for name in args.imports)]
-    (outcome,) = run_children(_STACK_MODULE, [arguments], seconds=args.seconds, environment=os.environ)
-    return outcome
-
-
-def _end_of_stack(outcome: Outcome) -> list[Finding]:
-    """A finding if the process died or hung; what it printed last says more than its exit status."""
-    if not outcome.end:
-        return []
-    value = outcome.end + (f"\n{outcome.tail}" if outcome.tail else "")
-    remedy = (
-        f"Try the step by itself (`python -X faulthandler -m {_STACK_MODULE} --out /dev/stdout --device auto`); "
-        "--seconds allows more time."
-    )
-    return [Finding(section="Libraries", what="process", value=value, status=Status.FAIL, remedy=remedy)]
-
-
-def _collectives(outcome: Outcome, seconds: float) -> Iterator[Finding]:
-    host_type = outcome.get("host")
-    if host_type is None:
-        value = "not tried: torch is not usable"
-        yield Finding(section=selftest.SECTION, what="self-tests", value=value, status=Status.OFF)
-        return
-    yield from selftest.host_findings(host_type, seconds=seconds)
-    chosen = next((r for r in outcome.records if "device" in r), None)
-    if chosen is not None and chosen["collective"] != selftest.HOST_COLLECTIVE:
-        yield from selftest.device_findings(chosen["collective"], chosen["device"], chosen["count"], seconds=seconds)
 
 
 if __name__ == "__main__":

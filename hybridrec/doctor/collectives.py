@@ -22,7 +22,9 @@ from hybridrec.doctor.child import Channel
 from hybridrec.errors import BackendError
 
 _UNIT = 1024
-"""Elements are sent in multiples of this."""
+"""Elements are sent in multiples of this, unless told otherwise."""
+_EXACT = 1 << 24
+"""Whole numbers below this are exact in float32."""
 
 
 def main() -> None:
@@ -33,6 +35,7 @@ def main() -> None:
     for name in ("--rank", "--world-size"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--units", type=int, nargs="+", default=[_UNIT])
     args = parser.parse_args()
     channel = Channel(args.out)
     try:
@@ -44,78 +47,86 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace, channel: Channel) -> None:
-    device = torch.device(args.device_type)
-    if device != HOST:
-        resolve_backend(device.type)
-        device = torch.device(device.type, args.rank)
+    device = HOST
+    if args.device_type != HOST.type:
+        resolve_backend(args.device_type)  # first: it may teach torch the name
+        device = torch.device(args.device_type, args.rank)
         torch.get_device_module(device).set_device(device)
     channel.begin(f"init_process_group({args.backend!r})")
     store = dist.FileStore(args.store, args.world_size)  # type: ignore[attr-defined]  # public, but not listed
     timeout = timedelta(seconds=args.seconds)
     dist.init_process_group(args.backend, store=store, rank=args.rank, world_size=args.world_size, timeout=timeout)
-    for name, test in (("all_to_all", all_to_all), ("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
-        channel.begin(name)
-        channel.send(milliseconds={name: _timed(test, args.rank, args.world_size, device)})
+    for unit in args.units:
+        for name, test in _TESTS.items():
+            what = name if len(args.units) == 1 else f"{name} of {unit} elements"
+            channel.begin(what)
+            channel.send(milliseconds={what: _timed(test, args.rank, args.world_size, device, unit)})
     channel.begin("barrier")
     dist.barrier()
     channel.send(done=True)
 
 
-def _timed(test: Callable[[int, int, torch.device], None], rank: int, world_size: int, device: torch.device) -> float:
-    test(rank, world_size, device)  # the first call connects
+def _timed(test: _Test, rank: int, world_size: int, device: torch.device, unit: int) -> float:
+    test(rank, world_size, device, unit)  # the first call connects
     started = time.perf_counter()
-    test(rank, world_size, device)
+    test(rank, world_size, device, unit)
     return (time.perf_counter() - started) * 1e3
 
 
-def block(source: int, target: int) -> Tensor:
+def block(source: int, target: int, unit: int = _UNIT) -> Tensor:
     """int64 [size]: what rank ``source`` sends to rank ``target``. Sizes differ for every pair of two ranks."""
-    size = _UNIT * (1 + (source + 2 * target) % 4)
+    size = unit * (1 + (source + 2 * target) % 4)
     return source * 10**12 + target * 10**9 + torch.arange(size)
 
 
-def all_to_all(rank: int, world_size: int, device: torch.device) -> None:
-    """Blocks of different sizes between all pairs, the way ids and pools travel.
+def all_to_all(rank: int, world_size: int, device: torch.device, unit: int = _UNIT) -> None:
+    """Blocks of different sizes between all pairs, the way ids travel as int64 and pools as float32.
 
     Raises:
         BackendError: Something else arrived.
     """
-    sent = [block(rank, target) for target in range(world_size)]
-    expected = [block(source, rank) for source in range(world_size)]
-    received = torch.full((sum(b.numel() for b in expected),), -1, dtype=torch.int64, device=device)
+    sent = [block(rank, target, unit) for target in range(world_size)]
+    expected = [block(source, rank, unit) for source in range(world_size)]
+    _exchange("all_to_all", rank, sent, expected, device)
+    sent, expected = ([(b % _EXACT).float() for b in blocks] for blocks in (sent, expected))
+    _exchange("all_to_all of float32", rank, sent, expected, device)
+
+
+def _exchange(name: str, rank: int, sent: list[Tensor], expected: list[Tensor], device: torch.device) -> None:
+    received = torch.full((sum(b.numel() for b in expected),), -1, dtype=expected[0].dtype, device=device)
     dist.all_to_all_single(
         received,
         torch.cat(sent).to(device),
         output_split_sizes=[b.numel() for b in expected],
         input_split_sizes=[b.numel() for b in sent],
     )
-    _compare("all_to_all", rank, received, torch.cat(expected))
+    _compare(name, rank, received, torch.cat(expected))
 
 
-def all_gather(rank: int, world_size: int, device: torch.device) -> None:
+def all_gather(rank: int, world_size: int, device: torch.device, unit: int = _UNIT) -> None:
     """The same block to everybody.
 
     Raises:
         BackendError: Something else arrived.
     """
-    sent = rank * 10**9 + torch.arange(_UNIT)
-    received = torch.full((world_size * _UNIT,), -1, dtype=torch.int64, device=device)
+    sent = rank * 10**9 + torch.arange(unit)
+    received = torch.full((world_size * unit,), -1, dtype=torch.int64, device=device)
     all_gather_single(received, sent.to(device))
-    expected = torch.cat([source * 10**9 + torch.arange(_UNIT) for source in range(world_size)])
+    expected = torch.cat([source * 10**9 + torch.arange(unit) for source in range(world_size)])
     _compare("all_gather", rank, received, expected)
 
 
-def reduce_scatter(rank: int, world_size: int, device: torch.device) -> None:
+def reduce_scatter(rank: int, world_size: int, device: torch.device, unit: int = _UNIT) -> None:
     """Sums of float32 that are whole numbers, so that they are exact in any order.
 
     Raises:
         BackendError: Something else arrived.
     """
-    positions = torch.arange(world_size * _UNIT, dtype=torch.float32)
-    received = torch.full((_UNIT,), -1.0, device=device)
+    positions = (torch.arange(world_size * unit) % (_EXACT // (world_size * (world_size + 1)))).float()
+    received = torch.full((unit,), -1.0, device=device)
     reduce_scatter_single(received, (positions * (rank + 1)).to(device))
     total = world_size * (world_size + 1) // 2
-    _compare("reduce_scatter", rank, received, positions[rank * _UNIT : (rank + 1) * _UNIT] * total)
+    _compare("reduce_scatter", rank, received, positions[rank * unit : (rank + 1) * unit] * total)
 
 
 def _compare(name: str, rank: int, received: Tensor, expected: Tensor) -> None:
@@ -128,6 +139,9 @@ def _compare(name: str, rank: int, received: Tensor, expected: Tensor) -> None:
             f"{received[i].item()}, {expected[i].item()} was sent. Do not train on this network or driver."
         )
 
+
+_Test = Callable[[int, int, torch.device, int], None]
+_TESTS: dict[str, _Test] = {"all_to_all": all_to_all, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
 
 if __name__ == "__main__":
     main()

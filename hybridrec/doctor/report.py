@@ -71,9 +71,9 @@ def render(finding: Finding) -> str:
     head = f"  {finding.status:<{_STATUS_COLUMN}}{finding.what:<{_WHAT_COLUMN}}"
     if len(finding.what) >= _WHAT_COLUMN:
         head += " "
-    lines = _wrap(finding.value, first=head, margin=margin)
+    lines = wrap(finding.value, first=head, margin=margin)
     if finding.remedy:
-        lines += _wrap(finding.remedy, first=margin + "-> ", margin=margin + "   ")
+        lines += wrap(finding.remedy, first=margin + "-> ", margin=margin + "   ")
     return "\n".join(lines)
 
 
@@ -82,14 +82,18 @@ def summary(findings: Sequence[Finding], *, device: str) -> str:
     counts = {status: sum(f.status is status for f in findings) for status in Status}
     subject = "training" if device == "auto" else f"training on {device!r}"
     verdict = "cannot start" if counts[Status.FAIL] else "can start"
-    return f"{subject} {verdict}: {_count(counts[Status.FAIL], 'failure')}, {_count(counts[Status.WARN], 'warning')}"
+    return (
+        f"{subject} {verdict}: {count_of(counts[Status.FAIL], 'failure')}, {count_of(counts[Status.WARN], 'warning')}"
+    )
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
+    """``1 failure``, ``2 failures``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _wrap(text: str, *, first: str, margin: str) -> list[str]:
+def wrap(text: str, *, first: str, margin: str) -> list[str]:
+    """Lines of the report's width; ``first`` begins the first one, ``margin`` the others."""
     lines = []
     for number, paragraph in enumerate(text.splitlines() or [""]):
         indent = first if number == 0 else margin

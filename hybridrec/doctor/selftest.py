@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hybridrec.doctor import network
@@ -21,9 +21,9 @@ def host_findings(host_type: str, *, seconds: float, environment: Mapping[str, s
     """Two processes exchange a known pattern between their host memories, in the environment as it is."""
     what = f"{HOST_COLLECTIVE}, 2 ranks"
     outcomes = run_ranks(HOST_COLLECTIVE, host_type, 2, seconds=seconds, environment=environment)
-    problem = _problem(outcomes)
+    problem = problem_of(outcomes)
     if not problem:
-        yield Finding(section=SECTION, what=what, value=_timings(outcomes))
+        yield Finding(section=SECTION, what=what, value=timings_of(outcomes))
         return
     variable = network.HOST_VARIABLE
     loopback = network.loopback()
@@ -32,7 +32,7 @@ def host_findings(host_type: str, *, seconds: float, environment: Mapping[str, s
         again = run_ranks(
             HOST_COLLECTIVE, host_type, 2, seconds=seconds, environment={**environment, variable: loopback}
         )
-        if not _problem(again):
+        if not problem_of(again):
             problem += f". It works over {loopback}"
             remedy = network.interface_hint()
     elif loopback is not None:
@@ -47,9 +47,9 @@ def device_findings(
     world_size = min(2, count)
     what = f"{backend}, {world_size} rank{'s' if world_size > 1 else ''}"
     outcomes = run_ranks(backend, device_type, world_size, seconds=seconds, environment=environment)
-    problem = _problem(outcomes)
+    problem = problem_of(outcomes)
     if not problem:
-        yield Finding(section=SECTION, what=what, value=_timings(outcomes))
+        yield Finding(section=SECTION, what=what, value=timings_of(outcomes))
         return
     remedy = (
         f"Check driver and firmware of the devices, and {backend.upper()}_SOCKET_IFNAME; {backend.upper()}_DEBUG=INFO, "
@@ -59,18 +59,34 @@ def device_findings(
 
 
 def run_ranks(
-    backend: str, device_type: str, world_size: int, *, seconds: float, environment: Mapping[str, str]
+    backend: str,
+    device_type: str,
+    world_size: int,
+    *,
+    seconds: float,
+    environment: Mapping[str, str],
+    units: Sequence[int] = (),
 ) -> list[Outcome]:
-    """Start the ranks of one self-test and wait for them."""
+    """Start the ranks of one self-test and wait for them.
+
+    Args:
+        backend: Of the process group.
+        device_type: Where what is sent lies.
+        world_size: Ranks, each on a device of its own.
+        seconds: When ranks that still run are killed.
+        environment: The ranks' whole environment.
+        units: Elements that the smallest message has, one round each; none: one round of few.
+    """
     with tempfile.TemporaryDirectory(prefix="hybridrec_doctor_") as folder:
         common = ["--store", str(Path(folder, "store")), "--device-type", device_type, "--backend", backend]
         # The group gives up by itself a little earlier, so that the error is its own rather than ours.
         common += ["--world-size", str(world_size), "--seconds", str(max(1.0, seconds - 10))]
+        common += ["--units", *map(str, units)] if units else []
         arguments = [[*common, "--rank", str(rank)] for rank in range(world_size)]
         return run_children(_MODULE, arguments, seconds=seconds, environment=environment)
 
 
-def _problem(outcomes: list[Outcome]) -> str:
+def problem_of(outcomes: list[Outcome]) -> str:
     """What went wrong, from the first rank that knows; empty if nothing did."""
     if all(outcome.exit_code == 0 and outcome.get("done") for outcome in outcomes):
         return ""
@@ -85,7 +101,8 @@ def _problem(outcomes: list[Outcome]) -> str:
     return "a rank ended without an answer"
 
 
-def _timings(outcomes: list[Outcome]) -> str:
+def timings_of(outcomes: list[Outcome]) -> str:
+    """Milliseconds of every collective, as rank 0 measured them."""
     times: dict[str, float] = {}
     for record in outcomes[0].records:
         times.update(record.get("milliseconds", {}))

@@ -18,12 +18,13 @@ from typing import Any
 
 import hybridrec
 from hybridrec.doctor import integrity, machine, patches
+from hybridrec.doctor.causes import cause_of
 from hybridrec.doctor.child import Channel
+from hybridrec.doctor.examination import LIBRARIES
 from hybridrec.doctor.report import Finding, Status
 from hybridrec.doctor.versions import install_hint, stacks
 from hybridrec.errors import HybridRecError
 
-LIBRARIES = "Libraries"
 DEVICES = "Devices"
 UNMODIFIED = "Unmodified libraries"
 HOST_MEMORY = "Host memory for rows"
@@ -73,12 +74,28 @@ def _report(channel: Channel, what: str, section: str, step: Callable[[], Iterat
     except StopIteration as stop:
         return True if stop.value is None else stop.value
     except Exception as error:  # an import may raise anything
-        text = str(error) or repr(error)
-        # hybridrec's own errors say what to do.
-        remedy = "See above." if isinstance(error, HybridRecError) else install_hint(stacks())
-        value = f"{type(error).__name__}: {text}"
+        value, remedy = _failure(error, channel)
         channel.finding(Finding(section=section, what=what, value=value, status=Status.FAIL, remedy=remedy))
         return None
+
+
+def _failure(error: Exception, channel: Channel) -> tuple[str, str]:
+    """What went wrong, and what to do; tells the doctor if torch would work without an extension that it loads."""
+    if isinstance(error, HybridRecError):
+        problem, remedy = split_reason(str(error))
+        return f"{type(error).__name__}: {problem}", remedy or "See above."
+    cause = cause_of(error, install_hint=install_hint(stacks()))
+    if cause is None:
+        return f"{type(error).__name__}: {error or repr(error)}", install_hint(stacks())
+    if cause.is_autoload:
+        channel.send(autoload_failed=True)
+    return cause.problem, cause.remedy
+
+
+def split_reason(reason: str) -> tuple[str, str]:
+    """What is wrong, in its first sentence; what to do, in the others."""
+    problem, stop, remedy = reason.partition(". ")
+    return problem + stop.strip(), remedy
 
 
 def torch_build() -> Iterator[Finding]:
@@ -165,9 +182,11 @@ def devices(wanted: str, channel: Channel) -> Generator[Finding, None, Any]:
         remedy = f"Known: {known}. Pass one of them, or install a package with a backend of that name."
         yield Finding(section=DEVICES, what=chosen, value="unknown", status=Status.FAIL, remedy=remedy)
     for name, reason in reasons.items():
-        is_chosen = name == chosen
-        status, remedy = (Status.FAIL, "See above.") if is_chosen else (Status.OFF, "")
-        yield Finding(section=DEVICES, what=name, value=f"not usable: {reason}", status=status, remedy=remedy)
+        problem, remedy = split_reason(reason)
+        status = Status.FAIL if name == chosen else Status.OFF
+        yield Finding(
+            section=DEVICES, what=name, value=f"not usable: {problem}", status=status, remedy=remedy or "See above."
+        )
     for name, backend in usable.items():
         count = 1 if backend.is_host_memory else torch.get_device_module(name).device_count()
         yield from _memory(name, count, backend)

@@ -16,6 +16,7 @@ REQUIRED = ("torch", "torchrec")
 BACKENDS = "hybridrec.device_backends"
 """The entry point group of `hybridrec.backend`, which cannot be imported without torch."""
 _REQUIREMENT = re.compile(r"^([\w.-]+)\s*([=<>!~]=?)?\s*([\w.+-]*)\s*;\s*extra\s*==\s*['\"]([\w-]+)['\"]$")
+_TORCH_PIN = re.compile(r"^torch\s*\(?==\s*([\w.+]+)\)?\s*(;(?!.*extra).*)?$")
 _RELEASE_LABEL = re.compile(r"(cpu|cu\d+|rocm[\d.]+|xpu)(\..*)?")
 
 Stacks = Mapping[str, Mapping[str, tuple[str, str]]]
@@ -56,8 +57,20 @@ def install_hint(rows: Stacks) -> str:
     return f"In a fresh environment: pip install 'hybridrec[STACK]' with STACK one of {', '.join(rows)}."
 
 
+def requirements_of(name: str) -> list[str]:
+    """What an installed distribution requires."""
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
 def findings(
-    device: str | None, *, installed: Callable[[str], str | None] = version_of, rows: Stacks | None = None
+    device: str | None,
+    *,
+    installed: Callable[[str], str | None] = version_of,
+    rows: Stacks | None = None,
+    requirements: Callable[[str], list[str]] = requirements_of,
 ) -> Iterator[Finding]:
     """Versions, and the stack that they make.
 
@@ -65,14 +78,36 @@ def findings(
         device: The device type that was asked for; None: any.
         installed: Distribution -> version.
         rows: The stacks; None: hybridrec's own.
+        requirements: Distribution -> what it requires.
     """
     rows = stacks() if rows is None else rows
     python = f"{platform.python_version()} ({sys.implementation.name}, {platform.machine()})"
     yield Finding(section=SECTION, what="python", value=python)
     pinned = [name for pins in rows.values() for name in pins]
     for name in dict.fromkeys([*SHOWN, *pinned]):
-        yield _version(name, installed(name), rows)
+        is_needed = name in rows.get(device or "", {})
+        wrong = _wrong_torch(name, installed, requirements(name), rows, is_needed=is_needed)
+        yield wrong or _version(name, installed(name), rows)
     yield _stack(device, installed, rows)
+
+
+def _wrong_torch(
+    name: str, installed: Callable[[str], str | None], requirements: list[str], rows: Stacks, *, is_needed: bool
+) -> Finding | None:
+    """A finding if the distribution was made for another torch than the one that is installed."""
+    version, torch_version = installed(name), installed("torch")
+    wanted = next((match[1] for text in requirements if (match := _TORCH_PIN.match(text))), None)
+    if version is None or torch_version is None or wanted is None:
+        return None
+    if wanted.partition("+")[0] == torch_version.partition("+")[0]:
+        return None
+    stack = next((extra for extra, pins in rows.items() if name in pins), None)
+    right = rows[stack][name] if stack else ("", "")
+    which = f"of which {name} {right[1]} is a part " if right[0] == "==" else ""
+    value = f"{version} works with torch {wanted} alone, and torch here is {torch_version}."
+    remedy = f"Install the whole stack {which}in a fresh environment: pip install 'hybridrec[{stack or 'STACK'}]'."
+    status = Status.FAIL if is_needed else Status.WARN
+    return Finding(section=SECTION, what=name, value=value, status=status, remedy=remedy)
 
 
 def _version(name: str, version: str | None, rows: Stacks) -> Finding:

@@ -179,7 +179,10 @@ def test_a_torch_that_raises_dies_or_hangs(tmp_path: Path, source: str, text: st
 def test_help() -> None:
     done = doctor("--help")
     assert done.returncode == 0
-    assert all(option in done.stdout for option in ("--device", "--json", "--import", "--seconds", "Exit status"))
+    assert all(
+        option in done.stdout
+        for option in ("--device", "--json", "--import", "--seconds", "--npu-checklist", "Exit status")
+    )
     assert "about half a minute" in " ".join(done.stdout.split())
     assert doctor("--seconds", "-1").returncode == 2
 
@@ -236,8 +239,8 @@ def run_collectives(corrupted_rank: int | None) -> None:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     original = collectives.block
 
-    def corrupted(source: int, target: int) -> torch.Tensor:
-        values = original(source, target)
+    def corrupted(source: int, target: int, unit: int) -> torch.Tensor:
+        values = original(source, target, unit)
         if source == rank:
             values[5] += 1
         return values
