@@ -111,7 +111,7 @@ def recorded_collectives() -> Iterator[CollectiveLog]:
     Enter it on all ranks at the same place, before the pipeline's first `progress`.
 
     Example:
-        with hybridrec.debug.recorded_collectives() as log:
+        with recorded_collectives() as log:
             for step in range(100):
                 pipeline.progress(iterator)
             log.check()
