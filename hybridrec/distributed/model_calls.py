@@ -119,8 +119,8 @@ class ModelCalls:
             batch: Any batch; models that are traced with concrete arguments take them from it.
 
         Raises:
-            ConfigError: A collection cannot be prefetched, and the pipeline is strict. No call was put in; those of other
-                pipelines are out.
+            ConfigError: A collection cannot be prefetched, and the pipeline is strict. No call was put in; those
+                of other pipelines are out.
         """
         for module in model.modules():
             other = calls_of(module)
