@@ -115,7 +115,8 @@ def test_patches_and_overrides_are_named(tmp_path: Path) -> None:
     with (tmp_path / "torchrec/distributed/comm_ops.py").open("a") as file:
         file.write("\n# changed on disk\n")
     (tmp_path / "my_patch.py").write_text(PATCH)
-    done = doctor("--json", "--device", "cpu", "--import", "my_patch", PYTHONPATH=str(tmp_path))
+    arguments = ("--json", "--device", "cpu", "--import", "my_patch", "--seconds", "400")
+    done = doctor(*arguments, PYTHONPATH=str(tmp_path))
     found = findings_of(done)
 
     (files,) = found["files of torchrec"]
