@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrec._compat.planner_device import install_device_wraps, planner_alias
-from hybridrec._compat.torchrec import _symbol
+from hybridrec._compat.torchrec import _fail, _symbol
 from hybridrec.backend import HOST
 from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError
 
@@ -198,6 +198,8 @@ def _wrap_bandwidth_of(module: Any) -> None:
 def _wrap_planner(policy: Policy) -> None:
     planner = _symbol(f"{_PLANNER}.planners", "EmbeddingShardingPlanner", parameters=("topology", "constraints"))
     plan_inner, collective_inner = planner.plan, planner.collective_plan
+    if not hasattr(_symbol(f"{_PLANNER}.types", "StorageReservation"), "last_reserved_topology"):
+        raise _fail(f"{_PLANNER}.types.StorageReservation.last_reserved_topology", "does not exist")
     broadcast = _symbol(
         f"{_PLANNER}.planners", "invoke_on_rank_and_broadcast_result", parameters=("pg", "rank", "func")
     )
