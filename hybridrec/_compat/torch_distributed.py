@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,26 +56,43 @@ _COLLECTIVES = {
 """Method of a process group, of any version -> operation."""
 
 
+_listeners: list[Callable[[dist.ProcessGroup, str, tuple[Any, ...]], None]] = []
+_originals: dict[str, Any] = {}
+"""What the class had before the first listener came."""
+_listeners_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def intercepted_collectives(told: Callable[[dist.ProcessGroup, str, tuple[Any, ...]], None]) -> Iterator[None]:
     """For debugging: ``told(group, operation, arguments)`` before every collective that Python issues in this process.
 
-    Those that C++ issues, as data parallelism does in the backward, are not seen.
+    Those that C++ issues, as data parallelism does in the backward, are not seen. Several may listen, and leave in any
+    order: the class is changed once, for all, and is as it was when the last one has left.
     """
-    # As they are in the class: what `getattr` gives is no method any more.
-    originals = {name: vars(dist.ProcessGroup)[name] for name in _COLLECTIVES if name in vars(dist.ProcessGroup)}
+    with _listeners_lock:
+        if not _listeners:
+            _intercept()
+        _listeners.append(told)
+    try:
+        yield
+    finally:
+        with _listeners_lock:
+            _listeners.remove(told)
+            if not _listeners:
+                for name, original in _originals.items():
+                    setattr(dist.ProcessGroup, name, original)
 
+
+def _intercept() -> None:
     def telling(name: str, original: Any) -> Callable[..., Any]:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            told(group, _COLLECTIVES[name], args)
+            for told in tuple(_listeners):
+                told(group, _COLLECTIVES[name], args)
             return original.__get__(group)(*args, **kwargs)
 
         return call
 
-    try:
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, telling(name, original))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, original)
+    # As they are in the class: what `getattr` gives is no method any more.
+    _originals.update({name: vars(dist.ProcessGroup)[name] for name in _COLLECTIVES if name in vars(dist.ProcessGroup)})
+    for name, original in _originals.items():
+        setattr(dist.ProcessGroup, name, telling(name, original))

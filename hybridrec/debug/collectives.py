@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridrec._compat.torch_distributed import all_gather_single, intercepted_collectives
 from hybridrec.backend import HOST
 from hybridrec.distributed.watchdog import current_place
-from hybridrec.errors import StateError
+from hybridrec.errors import ConfigError, StateError
 
 CAPACITY = 4096
 """Collectives of one group that are kept; what is older is in the digests alone."""
@@ -80,8 +80,14 @@ class CollectiveLog:
             How many collectives all ranks had in common.
 
         Raises:
+            ConfigError: There is no default process group. On this rank.
             StateError: They differ; names the group, the number and what each rank issued there. On all ranks alike.
         """
+        if not dist.is_initialized():
+            raise ConfigError(
+                "CollectiveLog.check(): there is no default process group over which to compare. Call it between "
+                "dist.init_process_group() and dist.destroy_process_group()."
+            )
         with self._lock:
             mine = {name: [[c.number, c.digest, str(c)] for c in log] for name, log in self._groups.items()}
         self._silent.is_silent = True
@@ -108,7 +114,8 @@ class CollectiveLog:
 def recorded_collectives() -> Iterator[CollectiveLog]:
     """Record the collectives that this process issues from Python, on all threads, until the block ends.
 
-    Enter it on all ranks at the same place, before the pipeline's first `progress`.
+    Enter it on all ranks at the same place, before the pipeline's first `progress`. Blocks may be nested or overlap:
+    each has a log of its own.
 
     Example:
         with recorded_collectives() as log:

@@ -82,12 +82,18 @@ def where(module: nn.Module, table: str, id: int) -> RowLocation:
     Args:
         module: A hashed collection, sharded or not, or a model that has one with the table.
         table: Name of the table.
-        id: Any int64.
+        id: Any int64, also as a numpy integer.
 
     Raises:
-        ConfigError: No collection of the module has the table, or several have.
+        ConfigError: No collection of the module has the table, or several have; an argument has another type.
         IdError: ``id`` is no int64.
     """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"where: module has type {type(module).__name__}. Pass a model, or a hashed collection.")
+    if not isinstance(table, str):
+        raise ConfigError(f"where: table={table!r} has type {type(table).__name__}. Pass the name of a table.")
+    if isinstance(id, np.integer):
+        id = int(id)
     if isinstance(id, bool) or not isinstance(id, int) or not -(2**63) <= id < 2**63:
         raise IdError(f"where(table={table!r}): id={id!r} is no int64. Pass an int from -2**63 to 2**63 - 1.")
     collection = _collection_of(module, table)

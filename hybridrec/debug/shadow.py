@@ -93,6 +93,11 @@ class _Pending:
     learning_rates: list[float]
 
 
+def is_shadowed(module: ShardedHashEmbeddingBagCollection) -> bool:
+    """Whether a shadow stands in a collection's lookup, which has room for one."""
+    return "compute" in vars(module.lookup)
+
+
 class ShadowCollection:
     """Stands in a lookup's ``compute`` and ``update``."""
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from hybridrec.debug.difference import Verification
-from hybridrec.debug.shadow import ShadowCollection
+from hybridrec.debug.shadow import ShadowCollection, is_shadowed
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
-from hybridrec.errors import ConfigError
+from hybridrec.errors import ConfigError, StateError
 
 
 @contextlib.contextmanager
@@ -30,7 +30,12 @@ def verified(model: nn.Module, *, steps: int | None = None) -> Iterator[Verifica
         VerifyError: The first difference, out of the forward or the backward that meets it. On the rank that owns the
             row alone: other ranks may then wait for it.
         ConfigError: The model has no sharded hashed collection, or ``steps`` is no positive int.
+        StateError: A collection of it is compared already, by a ``with`` around this one. That one goes on.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"verified: model has type {type(model).__name__}. Pass the model that DistributedModelParallel made."
+        )
     modules = [m for m in model.modules() if isinstance(m, ShardedHashEmbeddingBagCollection)]
     if not modules:
         raise ConfigError(
@@ -39,6 +44,11 @@ def verified(model: nn.Module, *, steps: int | None = None) -> Iterator[Verifica
         )
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"verified: steps={steps!r}. Pass a positive int, or None for no limit.")
+    if any(is_shadowed(module) for module in modules):
+        raise StateError(
+            f"verified: a collection of {type(model).__name__} is compared already, by a verified() that is still "
+            "open. Leave that one first, or use its result."
+        )
     result = Verification()
     shadows = [ShadowCollection(module, result, steps) for module in modules]
     try:

@@ -37,6 +37,8 @@ from hybridrec.types import UnevenRanks
 logger = logging.getLogger("hybridrec")
 
 MANY_SOURCES = 4
+MIN_DEAD_SECONDS = 10.0
+"""Five heartbeats; see `watchdog`."""
 MAX_DEPTH = 12
 """As deep as store evictions are decided alike; see docs/design/transaction.md, "Order"."""
 
@@ -86,8 +88,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 is called with, the name of a field of the batch or a function from a batch to its KeyedJaggedTensor.
                 Other collections are found by tracing. One that is not found is trained, but not ahead; see `report`.
             strict: Whether `progress` raises for such a collection.
-            dead_rank_seconds: How long a rank may be silent while this one waits for it, before it counts as dead;
-                None: for ever, as under a debugger that stops a process.
+            dead_rank_seconds: How long a rank may be silent while this one waits for it, before it counts as dead, 10
+                or more; None: for ever, as under a debugger that stops a process.
 
         Raises:
             ConfigError: An argument cannot be honoured, or the model's host group is not its own.
@@ -127,8 +129,11 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._calls = ModelCalls(
             self, self._backend, parsed, self._data_dist_stream, inputs=inputs, is_strict=bool(strict)
         )
-        if dead_rank_seconds is not None and not dead_rank_seconds > 0:
-            raise ConfigError(f"dead_rank_seconds={dead_rank_seconds!r}. Pass a positive number of seconds, or None.")
+        if dead_rank_seconds is not None and not _is_patience(dead_rank_seconds):
+            raise ConfigError(
+                f"dead_rank_seconds={dead_rank_seconds!r}. Pass a number of seconds from {MIN_DEAD_SECONDS:g} on, "
+                "below which a rank that is only busy would count as dead, or None."
+            )
         self._dead_rank_seconds = dead_rank_seconds
         self._use(model)
         self._stages: HostStages | None = None
@@ -559,3 +564,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             batch.move_to(BatchState.DROPPED)
         self._num_dropped += sum(not batch.is_end for batch in source.queue)
         source.queue.clear()
+
+
+def _is_patience(seconds: Any) -> bool:
+    """Whether a value can be ``dead_rank_seconds``."""
+    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds >= MIN_DEAD_SECONDS

@@ -179,8 +179,9 @@ def test_a_watch_ends_with_its_group_and_is_quiet_in_a_fork(pool_2: RankPool) ->
 
 
 def never_given_up() -> None:
-    with pytest.raises(ConfigError, match=r"dead_rank_seconds=0\. Pass a positive number"):
-        Run(1, dead_rank_seconds=0)
+    for seconds in (0, 9.9, True, "20", float("nan"), torch.tensor(20.0)):
+        with pytest.raises(ConfigError, match=r"dead_rank_seconds=.*\. Pass a number of seconds from 10 on"):
+            Run(1, dead_rank_seconds=seconds)
     with impatient(), mock.patch.object(watchdog, "DEAD_SECONDS", 0.5):
         run = Run(1, dead_rank_seconds=None)
         watch: Watch = run.pipeline._watch

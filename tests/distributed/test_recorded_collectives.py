@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrec import StateError
-from hybridrec.debug import recorded_collectives
+from hybridrec import ConfigError, StateError
+from hybridrec.debug import CollectiveLog, recorded_collectives
 from hybridrec.debug.collectives import _device_of
 from hybridrec.distributed.watchdog import watch_of
 from tests.distributed.pipelines import delays
 from tests.distributed.test_uneven_ranks import Uneven
-from tests.ranks import RankPools
+from tests.ranks import RankPool, RankPools
 
 
 def in_order(depth: int, uneven_ranks: str) -> tuple[int, set[str]]:
@@ -78,6 +80,33 @@ def test_two_swapped_collectives_are_named(pools: RankPools, world_size: int) ->
     assert "differ in collective 2 of process group" in texts[0]
     assert "rank 0: allreduce in MAP of batch 2 of sizes [3]" in texts[0]
     assert f"rank {world_size - 1}: allreduce in MAP of batch 3 of sizes [3]" in texts[0]
+
+
+def left_out_of_order() -> list[int]:
+    """What two logs hold after blocks that overlap; then the class is as before."""
+    original = vars(dist.ProcessGroup)["allreduce"]
+    group = dist.new_group(backend="gloo")
+    first, second = recorded_collectives(), recorded_collectives()
+    logs = [first.__enter__()]
+    dist.all_reduce(torch.ones(1), group=group)
+    logs.append(second.__enter__())
+    dist.all_reduce(torch.ones(1), group=group)
+    first.__exit__(None, None, None)
+    dist.all_reduce(torch.ones(1), group=group)
+    second.__exit__(None, None, None)
+    assert vars(dist.ProcessGroup)["allreduce"] is original
+    dist.all_reduce(torch.ones(1), group=group)
+    return [len(log.collectives(group)) for log in logs]
+
+
+def test_recordings_may_overlap(pool_2: RankPool) -> None:
+    assert pool_2.run(left_out_of_order) == [[2, 2]] * 2
+
+
+def test_a_check_without_a_process_group_is_refused() -> None:
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        with pytest.raises(ConfigError, match="no default process group"):
+            CollectiveLog().check()
 
 
 @pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "cuda"), ("undefined", "cpu")])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridrec import ConfigError
+from hybridrec import ConfigError, StateError
 from hybridrec.cache.swap import HostMemorySwapper
 from hybridrec.cache.transaction import TransactionLog
 from hybridrec.debug import Verification, VerifyError, verified
@@ -231,10 +231,33 @@ def misused() -> None:
         pass
     scenario = Scenario(steps=1)
     dmp, _ = build_pipelined(scenario, all_batches(scenario), 1)
+    with pytest.raises(ConfigError, match="verified: model has type NoneType"), verified(None):  # type: ignore[arg-type]
+        pass
     for steps in (0, True, "3"):
         with pytest.raises(ConfigError, match="steps="), verified(dmp, steps=steps):  # type: ignore[arg-type]
             pass
     assert dist.get_world_size() == 1
+
+
+def nested() -> tuple[int, int, bool]:
+    """Steps that the outer comparison saw with a refused one inside, and those of a second one once it was over."""
+    scenario = Scenario(steps=4)
+    batches = all_batches(scenario)
+    dmp, pipeline = build_pipelined(scenario, batches, 1)
+    iterator = iter(mine(scenario, batches))
+    with verified(dmp, steps=3) as outer:
+        pipeline.progress(iterator)
+        with pytest.raises(StateError, match="compared already, by a verified"), verified(dmp):
+            pass
+        pipeline.progress(iterator)
+        pipeline.progress(iterator)
+        with verified(dmp) as after:
+            pipeline.progress(iterator)
+    return outer.steps, after.steps, "compute" in vars(dmp.module.ebc.lookup)
+
+
+def test_a_second_comparison_inside_the_first_is_refused(pool_1: RankPool) -> None:
+    assert pool_1.run(nested) == [(3, 1, False)]
 
 
 def test_misuse_is_refused(pool_1: RankPool) -> None:

@@ -93,6 +93,11 @@ def test_where_of_an_unsharded_collection() -> None:
     collection = HashEmbeddingBagCollection([config])
     apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {"lr": 0.1})
     before = where(nn.Sequential(collection), "t", -7)
+    assert str(where(collection, "t", np.int64(-7))) == str(before)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="where: module has type NoneType"):
+        where(None, "t", 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"where: table=\['t'\] has type list"):
+        where(collection, ["t"], 1)  # type: ignore[arg-type]
     features = KeyedJaggedTensor(keys=["f"], values=torch.tensor([-7]), lengths=torch.tensor([1]))
     collection(features).values().sum().backward()
     after = where(collection, "t", -7)
