@@ -81,7 +81,8 @@ class CollectiveLog:
 
         Raises:
             ConfigError: There is no default process group. On this rank.
-            StateError: They differ; names the group, the number and what each rank issued there. On all ranks alike.
+            StateError: They differ; names the group, the number and what each rank issued there. Or there is nothing
+                to compare, since a rank is so far behind that its collectives were forgotten. On all ranks alike.
         """
         if not dist.is_initialized():
             raise ConfigError(
@@ -99,6 +100,12 @@ class CollectiveLog:
         for name in sorted(set.intersection(*(set(groups) for groups in everyone))):
             by_rank = [{number: (digest, text) for number, digest, text in groups[name]} for groups in everyone]
             numbers = sorted(set.intersection(*(set(entries) for entries in by_rank)))
+            if not numbers:
+                newest = ", ".join(f"rank {rank}: {max(entries)}" for rank, entries in enumerate(by_rank))
+                raise StateError(
+                    f"process group {name!r}: the ranks are so many collectives apart ({newest}) that of the last "
+                    f"{CAPACITY} they have none in common. Call check() more often."
+                )
             for number in numbers:
                 if len({entries[number][0] for entries in by_rank}) > 1:
                     issued = "; ".join(f"rank {rank}: {entries[number][1]}" for rank, entries in enumerate(by_rank))

@@ -29,12 +29,11 @@ from hybridrec.debug.location import where
 from hybridrec.debug.records import initial_records, read_records, read_slots, record_names, write_records
 from hybridrec.distributed.lookup import KernelInput, MappedBatch, PooledLookup
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.modules.hash_table import PROTECTED_BATCHES
 from hybridrec.native import unmix64
 from hybridrec.types import FullPolicy
 
 _FIRST_SLOTS = 1024
-PROTECTED_BATCHES = 12
-"""A row used by one of that many last batches is never evicted (docs/design/transaction.md, "Order")."""
 
 
 class _ShadowTable:

@@ -75,7 +75,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             optimizer: What `progress` steps.
             device: Where dense part and slots are.
             execute_all_batches: Whether batches that were taken when the iterator ends are still computed. False: they
-                are dropped and counted.
+                are dropped and counted, and each batch costs a small exchange over the device group.
             apply_jit: Must be False.
             return_loss: Whether `progress` returns ``(output, losses)`` instead of the output.
             pipe_n_batch: Depth, 1 (serial) to 12.
@@ -279,7 +279,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         """None: there is one rank."""
         self._watch = watch_of(self._groups.host) if self._groups is not None else None
         if self._watch is not None and self._groups is not None:
-            self._watch.dead_seconds = self._dead_rank_seconds
+            self._watch.give_up_after(self._dead_rank_seconds)
             self._watch.abort_also(self._groups.device)
         self._end_of_data.has_met = False
 
@@ -295,6 +295,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
 
     def withdraw(self) -> None:
         """Take back what was mapped ahead; see `HostStages.withdraw`. Collective."""
+        if self._watch is not None and self._watch.verdict is not None:
+            raise self._watch.error()  # what the host thread does may never end
         if self._stages is not None:
             self._stages.withdraw(batch for source in self._sources for batch in source.queue)
 
@@ -374,28 +376,30 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         batch = InFlightBatch(
             index=index, mode=source.mode, host=host, device=None, arrived=None, is_end=source.is_exhausted
         )
-        self._num_queued += 1
         try:
             if not batch.is_end:
                 self._check(batch)
                 self._end_of_data.saw(host)
+            if host is not None:  # before the ranks ask each other: what fails here, fails before anybody waits
+                if not self._calls.is_attached:
+                    self._attach_to(host)
+                start = time.perf_counter()
+                with stage(batch, "copy", self._watch):
+                    self._copy(batch)
+                self._clock.add_stall("copy", time.perf_counter() - start)
             if self._groups is not None and self._end_of_data.is_over(source, batch, self._groups):
                 self._num_dropped += not batch.is_end
                 return None
-            if not self._calls.is_attached:
-                self._attach_to(host)
             if host is None:
+                if not self._calls.is_attached:
+                    self._attach_to(host)
                 # Plain collections send ids for the batch behind the one that computes: any will do, nobody reads them.
                 previous = source.queue[-1] if source.queue else batch
                 batch.device, batch.copied = previous.device, previous.copied
-                return batch
-            start = time.perf_counter()
-            with stage(batch, "copy", self._watch):
-                self._copy(batch)
-            self._clock.add_stall("copy", time.perf_counter() - start)
         except BaseException:
             self._num_dropped += not batch.is_end
             raise
+        self._num_queued += 1  # on all ranks alike: batches have one number
         return batch
 
     def _load(self, source: Source, index: int) -> Any:

@@ -43,7 +43,8 @@ STALL_SECONDS = 600.0
 MAX_RANKS_LINKED = 64
 """Of groups beyond, connections are not listed: the store would carry W * W of them."""
 _EXIT_SECONDS = 2.0
-_CONNECTION_WORDS = re.compile(r"gloo|connection|NCCL|HCCL|timed? ?out|peer|socket", re.IGNORECASE)
+_BELOW = re.compile(r"gloo|NCCL|HCCL")
+"""What the errors of collective libraries say of themselves."""
 
 
 class GroupBroken(BackendError):
@@ -92,6 +93,7 @@ class Watch:
         self._process = os.getpid()
         self.dead_seconds: float | None = DEAD_SECONDS
         """Silence after which a rank is given up; None: never."""
+        self._is_set = False
         self.verdict: str | None = None
         """Who is gone, once that is known."""
         self._open: dict[object, Place] = {}
@@ -131,6 +133,16 @@ class Watch:
             _innermost.place = outer
             del self._open[token]
 
+    def give_up_after(self, seconds: float | None) -> None:
+        """Set `dead_seconds`. There is one watch for all pipelines over the group."""
+        if self._is_set and seconds != self.dead_seconds:
+            logger.warning(
+                "dead_rank_seconds=%s replaces %s, which another pipeline over the same host group asked for.",
+                seconds,
+                self.dead_seconds,
+            )
+        self.dead_seconds, self._is_set = seconds, True
+
     def abort_also(self, group: dist.ProcessGroup) -> None:
         """A device group that is aborted when a rank is given up, if its backend can be (NCCL, HCCL)."""
         if group.size() > 1 and dist.get_backend(group) != "gloo":
@@ -160,7 +172,7 @@ class Watch:
     def _is_of_connection(error: BaseException) -> bool:
         while error.__cause__ is not None:
             error = error.__cause__
-        return _CONNECTION_WORDS.search(str(error)) is not None
+        return isinstance(error, dist.DistError) or _BELOW.search(str(error)) is not None
 
     def end(self, seconds: float = _EXIT_SECONDS) -> None:
         """Stop the threads, unless they hang in the store."""
@@ -208,7 +220,7 @@ class Watch:
             beats = self._store.add(f"beats/{rank}", 0)
             heard = self._heard.setdefault(rank, _Heard(beats))
             if beats != heard.beats:
-                self._heard[rank] = _Heard(beats)
+                self._heard[rank] = _Heard(beats)  # what is read of a former value is nobody's silence any more
             heard.silence = time.monotonic() - heard.since
 
     def _others(self) -> list[int]:
@@ -230,7 +242,13 @@ class Watch:
     # ---- judgement -----------------------------------------------------------------------------------------------
 
     def _judge_until_over(self) -> None:
+        last = time.monotonic()
         while not self._is_over():
+            now = time.monotonic()
+            if now - last > max(2 * BEAT_SECONDS, 2.0):  # this process did not run: nor did it listen
+                self._store_works_since = now
+                self._heard.clear()
+            last = now
             self._judge()
             self._stop.wait(BEAT_SECONDS / 2)
 
@@ -246,7 +264,8 @@ class Watch:
             self._declare(
                 f"the store of the process group ({self._where_store}), which lives in the process of rank 0 or in its "
                 f"launcher, has not answered for {store_silence:.0f} s while rank {self._rank} waited in "
-                f"{self._places()}: rank 0 of {self._size} or its machine is gone."
+                f"{self._places()}: {'the launcher' if self._rank == 0 else f'rank 0 of {self._size}'} or its machine "
+                "is gone."
             )
         elif silent:
             longest = max(silent, key=lambda rank: silent[rank])
@@ -281,7 +300,10 @@ class Watch:
         for links in self._links.values():
             break_links(links, but_ports=[port] if port.isdigit() else [])
         for group in list(self._to_abort):
-            group.abort()
+            try:
+                group.abort()
+            except Exception as e:  # one that cannot be aborted must not keep the others waiting
+                logger.error("a device group could not be aborted, so that threads may wait in it for ever: %s", e)
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()

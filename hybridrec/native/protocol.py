@@ -155,8 +155,8 @@ class ShardGroup(Protocol):
 
         ``index`` int64 [N], written: each key's number in order of first occurrence within its table;
         ``unique_counts`` int64 [T], written. Rows stay where they are, nothing is pinned, and the initial records of
-        new rows are in the store when this returns: the batch counts as moved. While it is in flight, rows with its
-        score or a higher one are not evicted.
+        new rows are in the store when this returns: the batch counts as moved. While it is in flight its rows are not
+        evicted, as if they were pinned.
         """
 
     def batch_rows(self, ordinal: int, table: int) -> tuple[np.ndarray, np.ndarray]:

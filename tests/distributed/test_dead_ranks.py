@@ -209,3 +209,53 @@ def other_errors() -> None:
 
 def test_errors_of_other_causes_are_left_alone(pool_2: RankPool) -> None:
     pool_2.run(other_errors)
+
+
+@pytest.mark.parametrize(
+    "text", ["DataLoader timed out after 5 s", "could not open connection to the database", "peer"]
+)
+def test_a_user_s_own_error_is_raised_at_once(pool_2: RankPool, text: str) -> None:
+    assert max(pool_2.run(seconds_of_an_error, text)) < 5.0
+
+
+def seconds_of_an_error(text: str) -> float:
+    run = Run(1)
+
+    def loader() -> Iterator[Any]:
+        yield run.mine[0]
+        raise RuntimeError(text)
+
+    iterator = loader()
+    run.pipeline.progress(iterator)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=text):
+        run.pipeline.progress(iterator)
+    seconds = time.monotonic() - started
+    run.pipeline.reset()
+    return seconds
+
+
+def suspended() -> str | None:
+    """All ranks are stopped for 5 s, in the middle of a stage, and go on."""
+    group = dist.new_group(backend="gloo")
+    watch = watch_of(group)
+    assert watch is not None
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, os.getpid())
+    pids = " ".join(map(str, everyone))
+    with impatient():
+        watch.dead_seconds = 2.5
+        with watch.stage("load", 0):
+            time.sleep(1.0)
+            if dist.get_rank() == 0:
+                subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 5; kill -CONT {pids}"]).wait()
+            else:
+                time.sleep(6.0)
+            time.sleep(1.5)
+        verdict = watch.verdict
+    watch.end()
+    return verdict
+
+
+def test_a_job_that_was_suspended_as_a_whole_goes_on(pool_2: RankPool) -> None:
+    assert pool_2.run(suspended) == [None, None]

@@ -140,6 +140,26 @@ def test_evicts_the_rows_that_the_rule_names(pools: dict[int, RankPool], world_s
         assert small[rank]["evicted"] and small[rank] == large[rank]
 
 
+def open_while_full(device_rows: int) -> tuple[int, list[int], dict[int, bytes]]:
+    """A forward waits for its backward while a full table evicts: its rows stay, and no others because of it."""
+    dmp = shard(device_rows=device_rows, max_rows=40, full_policy="evict")
+    pending = dmp(bag_of(list(range(10))))
+    num_refused = 0
+    for step in range(30):
+        try:
+            dmp(bag_of([100 + 2 * step, 101 + 2 * step])).backward()
+        except HybridRecError:
+            num_refused += 1
+    pending.backward()
+    return num_refused, sorted(bits_of_one(dmp)), bits_of_one(dmp)
+
+
+def test_a_pending_backward_keeps_its_rows_alone(pool_1: RankPool) -> None:
+    ((num_refused, ids, small),) = pool_1.run(open_while_full, 2)
+    ((_, _, large),) = pool_1.run(open_while_full, 200)
+    assert num_refused == 0 and set(range(10)) < set(ids) and small == large
+
+
 def refused(kind: str) -> dict[str, Any]:
     """A batch that would go in passes is refused: by this rank's quota or budget, or by another rank's input."""
     limit: dict[str, Any] = {"max_rows": 60, "full_policy": "error"}

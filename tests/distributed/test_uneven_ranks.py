@@ -312,3 +312,36 @@ def policies_differ() -> None:
 
 def test_ranks_of_different_policies_are_refused(pool_2: RankPool) -> None:
     pool_2.run(policies_differ)
+
+
+class Stubborn(PipelineBatch):
+    """Fails once to be copied."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        raise ValueError("no copy of this one")
+
+
+def copy_fails(execute_all: bool, depth: int) -> int:
+    """Rank 0's third batch cannot be copied: it is left out there, and the ranks go on together."""
+    run = Uneven((7, 7), depth, "stop", execute_all_batches=execute_all)
+    batches = list(run.mine[:7])
+    if dist.get_rank() == 0:
+        batches.insert(2, Stubborn(batches[2].features, batches[2].labels))
+    iterator = iter(batches)
+    trained = 0
+    while True:
+        try:
+            run.pipeline.progress(iterator)
+        except ValueError:
+            continue
+        except StopIteration:
+            break
+        trained += 1
+    return trained
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("execute_all", [True, False])
+def test_a_batch_that_cannot_be_copied_is_left_out_on_its_rank(pool_2: RankPool, execute_all: bool, depth: int) -> None:
+    expected = 7 if execute_all else 7 - (depth - 1)
+    assert pool_2.run(copy_fails, execute_all, depth, watchdog=WATCHDOG) == [expected, expected]

@@ -156,11 +156,11 @@ class TableModel:
         excess = len(live) + num_new - self.spec.max_rows
         if self.spec.full_policy == "grow" or excess <= 0:
             return []
-        kept_from = min((b.ordinal for b in self.open if b.is_aside and not b.is_committed), default=ordinal)
+        in_flight = {row for b in self.open if not b.is_committed for row in b.rows.values()}
         old = sorted(
             (score, key & plain.MASK, key, row)
             for key, (row, score) in live.items()
-            if score < min(ordinal - 12, kept_from) and key not in uniques and not self.pins(row)
+            if score < ordinal - 12 and key not in uniques and row not in in_flight
         )
         if self.spec.full_policy == "error" or len(old) < excess:
             return None

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hybridrec.errors import StateError
@@ -210,7 +211,7 @@ def lose_victims_that_are_scattered_last(patch: pytest.MonkeyPatch) -> None:
 
     def scatter_victims(self: ReferenceGroup, ordinal: int, staging: Any) -> None:
         is_last = any(batch.is_gathered and batch.ordinal == ordinal for batch in self._open)
-        original(self, ordinal, staging * 0 if is_last else staging)
+        original(self, ordinal, np.zeros_like(staging) if is_last else staging)
 
     patch.setattr(ReferenceGroup, "scatter_victims", scatter_victims)
 

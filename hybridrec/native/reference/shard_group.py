@@ -89,9 +89,9 @@ class ShardGroup:
             if self._num_plans >= MAX_PLANS:
                 raise StateError(f"batch {ordinal:,}: {MAX_PLANS:,} batches were planned, the most there can be.")
             occurrences = self._by_table(keys, feature_offsets, feature_table)
-            kept_from = min((b.ordinal for b in self._open if b.is_aside and not b.is_committed), default=2**32 - 1)
-            for shard in self._tables:
-                shard.kept_from = kept_from
+            aside = [batch for batch in self._open if batch.is_aside and not batch.is_committed]
+            for t, shard in enumerate(self._tables):
+                shard.kept = {row for batch in aside for row in batch.tables[t].old_scores}
             decisions = self._decide(occurrences, ordinal, is_aside=is_aside)
             if isinstance(decisions, Plan):
                 return decisions

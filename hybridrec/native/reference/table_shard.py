@@ -112,8 +112,8 @@ class TableShard:
         self.store = RowStore(self.record_floats)
         self.memory: SlotMemory | None = None
         self.counters = TableCounters()
-        self.kept_from = 2**32 - 1
-        """Rows with this score and higher ones are not evicted: a batch that is aside has no pins."""
+        self.kept: set[int] = set()
+        """Rows that the next plan does not evict: batches aside have no pins that would keep them."""
 
     # ---- plan: decide, then apply --------------------------------------------------------------------------------
 
@@ -175,8 +175,9 @@ class TableShard:
             evictable = [
                 row
                 for row in self.ids.live_rows()
-                if scores[row] < min(ordinal - EVICTION_DISTANCE, self.kept_from)
+                if scores[row] < ordinal - EVICTION_DISTANCE
                 and row not in in_use
+                and row not in self.kept
                 and not self._is_pinned(row)
             ]
         if len(evictable) < needed - quota:

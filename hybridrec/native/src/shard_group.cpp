@@ -125,13 +125,14 @@ Plan ShardGroup::plan_aside(const KeyBatch& keys, int64_t* index, int64_t* uniqu
   return plan;
 }
 
-// Batches aside have no pins, so what protects their rows from being evicted is how recently they were used.
 void ShardGroup::keep_rows_of_batches_aside() {
-  uint32_t oldest = ~0u;
-  for (const auto& batch : batches_) {
-    if (batch->is_aside && batch->state != State::kCommitted) oldest = std::min(oldest, batch->ordinal);
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    std::vector<const TableJournal*> journals;
+    for (const auto& batch : batches_) {
+      if (batch->is_aside && batch->state != State::kCommitted) journals.push_back(&batch->tables[t]);
+    }
+    tables_[t]->keep_rows_of(std::move(journals));
   }
-  for (const auto& table : tables_) table->keep_from(oldest);
 }
 
 Plan ShardGroup::plan_batch(const KeyBatch& keys, int64_t* slots, bool is_aside) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <new>
+#include <unordered_set>
 
 #include "hybridrec/table_shard.h"
 #include "hybridrec/unique_keys.h"
@@ -103,8 +104,12 @@ bool TableShard::map_keys(const int64_t* keys, size_t begin, size_t end, uint32_
 
 bool TableShard::evict(uint64_t count, uint32_t ordinal, TableJournal& journal) {
   std::vector<EvictedRow> evicted;
+  std::unordered_set<uint32_t> kept;
+  for (const TableJournal* other : kept_) {
+    for (uint32_t u = 0; u < other->num_uniques; ++u) kept.insert(other->uniques[u].row);
+  }
   ids_.for_each([&](const IdEntry& entry) {
-    if (entry.score + kEvictionDistance >= ordinal || entry.score >= kept_from_) return;
+    if (entry.score + kEvictionDistance >= ordinal || (!kept.empty() && kept.contains(entry.row))) return;
     const uint32_t slot = slot_of_row_[entry.row];
     if (slot != kNoSlot && slots_.state(slot).pins != 0) return;
     evicted.push_back({entry.key, entry.row, entry.score});
@@ -221,6 +226,7 @@ void TableShard::number_rows(const KeyRanges& ranges, size_t num_keys, int64_t* 
 bool TableShard::place(TableJournal& journal, Refusal& refusal) {
   journal.slots.reserve(journal.num_uniques);
   old_uses_.reserve(journal.num_uniques);
+  slots_.reserve_uses(journal.num_uniques);  // before anything is pinned: it may throw
   find_slots(journal);
   return journal.misses.empty() || place_misses(journal, refusal);
 }
@@ -269,7 +275,6 @@ bool TableShard::place_misses(TableJournal& journal, Refusal& refusal) {
 
 void TableShard::stamp_slots(uint32_t plan_number, TableJournal& journal) {
   const bool are_pinned = !journal.misses.empty();  // place_misses() did
-  slots_.reserve_uses(journal.num_uniques);
   slots_.use_all(journal.slots.data(), journal.num_uniques, plan_number, !are_pinned, old_uses_.data());
 }
 

@@ -144,8 +144,8 @@ class TableShard {
   void write_record(uint32_t row, const float* record);
   // The unique rows of a batch and their slots, -1 for none.
   void batch_rows(const TableJournal& journal, uint32_t* rows, int64_t* slots) const;
-  // Rows with this score and higher ones are not evicted: a batch that is aside has no pins.
-  void keep_from(uint32_t score) { kept_from_ = score; }
+  // Rows of these batches are not evicted by the next plan: batches aside have no pins that would keep them.
+  void keep_rows_of(std::vector<const TableJournal*> journals) { kept_ = std::move(journals); }
   Counters counters() const;
   void count_rejection() { ++counters_.rejected; }
   uint64_t num_rows() const { return ids_.size(); }
@@ -203,7 +203,7 @@ class TableShard {
   uint64_t row_number_bytes_ = 0;
   PageArray<uint32_t> old_uses_;  // of the current plan: the unique rows' slots' former last use
   std::vector<uint32_t> new_chunks_;  // of the current plan
-  uint32_t kept_from_ = ~0u;
+  std::vector<const TableJournal*> kept_;
   Counters counters_;
 };
 
