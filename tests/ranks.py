@@ -29,6 +29,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -291,6 +292,7 @@ def _perform(payload: bytes, kind: RankKind) -> _Outcome:
     """One job."""
     random.seed(0)
     torch.manual_seed(0)
+    _end_watches()
     try:
         fn, args, kwargs = pickle.loads(payload)
         value = fn(*args, **kwargs)
@@ -298,6 +300,13 @@ def _perform(payload: bytes, kind: RankKind) -> _Outcome:
         return _Outcome(value=value)
     except BaseException as error:  # includes pytest's own outcomes, which are no Exceptions
         return _Outcome(error=error, trace=traceback.format_exc())
+
+
+def _end_watches() -> None:
+    """torch keeps the groups of earlier jobs, and with them the threads that watch over their ranks."""
+    watchdog = sys.modules.get("hybridrec.distributed.watchdog")
+    if watchdog is not None:
+        watchdog.end_all_watches(0.0)
 
 
 def _call(path: str) -> None:

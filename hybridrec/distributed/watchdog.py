@@ -340,8 +340,13 @@ def watched(group: dist.ProcessGroup, stage: str, batch: int | None = None) -> I
         raise explained from e
 
 
-@atexit.register
-def _end_all() -> None:
-    """A thread that comes back from C++ while Python takes itself apart ends the process by abort."""
-    for watch in list(_watches.values()):
-        watch.end()
+def end_all_watches(seconds: float) -> None:
+    """Stop watching over all groups; a group that is used again gets a new watch. Waits so long for each."""
+    watches = list(_watches.values())
+    _watches.clear()
+    for watch in watches:
+        watch.end(seconds)
+
+
+# A thread that comes back from C++ while Python takes itself apart ends the process by abort.
+atexit.register(end_all_watches, _EXIT_SECONDS)
