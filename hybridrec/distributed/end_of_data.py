@@ -18,7 +18,9 @@ from torchrec.streamable import Pipelineable
 
 from hybridrec._compat.torch_distributed import all_gather_single
 from hybridrec.backend import HOST
+from hybridrec.distributed.batch_contents import check_without_samples, kjts_of
 from hybridrec.distributed.in_flight import InFlightBatch, Source
+from hybridrec.distributed.verdict import agree
 from hybridrec.errors import ConfigError
 from hybridrec.types import UnevenRanks
 
@@ -77,6 +79,8 @@ class EndOfData:
         self._depth, self._executes_all, self._device = depth, executes_all, device
         self.has_met = False
         """Whether the ranks compared their settings, for the model in use."""
+        self._error: Exception | None = None
+        """What is wrong with the empty batch, until all ranks know."""
         self._empty: Any = None
         """Made from this rank's first batch: what others are made from, so that no full batch is kept."""
 
@@ -85,10 +89,35 @@ class EndOfData:
         """Whether a rank that ran out goes on with empty batches."""
         return self._policy is UnevenRanks.DRAIN
 
-    def saw(self, batch: Any) -> None:
-        """This rank took a batch of its own."""
-        if self._empty is None and self.drains:
-            self._empty = self._made_from(batch)
+    def saw(self, batch: Any, *, is_alone: bool) -> None:
+        """This rank took a batch of its own; from the first one it tries to make an empty one.
+
+        Args:
+            batch: As the iterator gave it.
+            is_alone: Whether there is no other rank; otherwise `is_over` raises what is wrong, on all of them.
+
+        Raises:
+            ConfigError: ``make_empty_batch`` gives nothing that can take the place of a batch.
+        """
+        if self._empty is not None or not self.drains:
+            return
+        try:
+            made = self._made_from(batch)
+            for features in kjts_of(made):
+                check_without_samples(features)
+            try:
+                made.to(device=self._device, non_blocking=True)
+            except Exception as e:
+                raise ConfigError(
+                    f"make_empty_batch returned a {type(made).__name__} whose to({str(self._device)!r}) raised "
+                    f"{type(e).__name__}: {e}. Return a batch that goes to the device like any other."
+                ) from e
+        except Exception as e:
+            if is_alone:
+                raise
+            self._error = e
+        else:
+            self._empty = made
 
     def empty_batch(self) -> Any:
         """A new batch without samples; None with "stop", and before the first batch of this rank."""
@@ -96,7 +125,13 @@ class EndOfData:
 
     def _made_from(self, batch: Any) -> Any:
         assert self._make_empty_batch is not None
-        made = self._make_empty_batch(batch)
+        try:
+            made = self._make_empty_batch(batch)
+        except Exception as e:
+            raise ConfigError(
+                f"make_empty_batch raised {type(e).__name__}: {e}. It gets a {type(batch).__name__}, full or empty, "
+                "and returns one without samples."
+            ) from e
         if not isinstance(made, (torch.Tensor, Pipelineable)):
             raise ConfigError(
                 f"make_empty_batch returned a {type(made).__name__}. Return a batch of the class that it was given, "
@@ -116,7 +151,8 @@ class EndOfData:
             groups: Where the ranks meet.
 
         Raises:
-            ConfigError: A setting differs; or ranks without a first batch are to drain. On all ranks alike.
+            ConfigError: A setting differs; a rank's empty batch is none; or ranks without a first batch are to drain.
+                On all ranks alike.
         """
         without: list[int] = []
         if not self.has_met:
@@ -149,6 +185,10 @@ class EndOfData:
                 raise ConfigError(
                     f"{name} differs between ranks ({listed}), which would wait for each other. Pass one value."
                 )
+        error, self._error = self._error, None
+        agreed = agree(error, group)
+        if agreed is not None:
+            raise agreed from (None if agreed is error else error)
         without = [rank for rank, (*_, has_batch, _) in enumerate(everyone) if not has_batch]
         if all(is_end for *_, is_end in everyone):
             return list(range(len(everyone)))

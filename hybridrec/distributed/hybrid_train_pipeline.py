@@ -379,7 +379,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         try:
             if not batch.is_end:
                 self._check(batch)
-                self._end_of_data.saw(host)
+                self._end_of_data.saw(host, is_alone=self._groups is None)
             if host is not None:  # before the ranks ask each other: what fails here, fails before anybody waits
                 if not self._calls.is_attached:
                     self._attach_to(host)

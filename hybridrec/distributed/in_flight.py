@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridrec.distributed.batch_contents import is_as_before
 from hybridrec.distributed.host_thread import Job
 from hybridrec.errors import StateError
 
@@ -79,10 +80,10 @@ class InFlightBatch:
     """Its copy on the device: what the model gets."""
     arrived: Any
     """Event behind what the loader's own operations on the device did for the batch."""
-    arguments: list[tuple[list[Any], dict[str, Any]]] = field(default_factory=list)
-    """Of the hashed collections, out of ``host``."""
+    arguments: dict[str, tuple[list[Any], dict[str, Any]]] = field(default_factory=dict)
+    """Collection -> what was sent ahead for it: out of ``host`` for hashed ones, out of ``device`` for plain ones."""
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    """The tensors of ``arguments`` and how often each had been written in place when the batch was taken."""
+    """The tensors of hashed ``arguments`` and how often each had been written in place when the batch was taken."""
     contexts: list[Any] = field(default_factory=list)
     """One `HashBatchContext` a hashed collection."""
     dist_inputs: list[Any] = field(default_factory=list)
@@ -111,7 +112,7 @@ class InFlightBatch:
     @property
     def is_as_taken(self) -> bool:
         """Whether no tensor of its ids was written in place since it was taken."""
-        return all(tensor._version == version for tensor, version in self.versions)
+        return is_as_before(self.versions)
 
     @property
     def state(self) -> BatchState:

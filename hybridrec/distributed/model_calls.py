@@ -240,7 +240,8 @@ class ModelCalls:
                 self._dist_stream.wait_event(batch.copied)
                 batch.device.record_stream(self._dist_stream)
             for call in self._plain:
-                args, kwargs = call.arguments_of(batch.device)
+                built = batch.arguments[call.name] = call.args.build_args_kwargs(batch.device)
+                args, kwargs = call.module.preprocess_input(*built)
                 context = call.module.create_context()
                 requests[call.name] = (context, call.module.input_dist(context, *args, **kwargs))
 

@@ -12,9 +12,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec._compat.train_pipeline import BaseForward
+from hybridrec.backend import HOST
+from hybridrec.distributed.batch_contents import is_as_before, versions_of
 from hybridrec.distributed.in_flight import InFlightBatch
 from hybridrec.errors import ConfigError, IdError
 
@@ -38,8 +42,10 @@ class DeclaredInput:
         """As TorchRec's recipes are asked.
 
         Raises:
-            IdError: The batch has no such field, the function raised, or what it gave is no KJT.
+            IdError: The batch has no such field, the function raised or wrote into the batch, or what it gave is no
+                KJT.
         """
+        before = [] if isinstance(self._of, operator.attrgetter) else versions_of(batch)
         try:
             value = self._of(batch)
         except Exception as e:
@@ -47,6 +53,11 @@ class DeclaredInput:
                 f"{self._name}: inputs says that it is called with {self._what} of the batch, which raised "
                 f"{type(e).__name__}: {e}. Correct inputs={{{self._name!r}: ...}}, or the batch."
             ) from e
+        if not is_as_before(before):
+            raise IdError(
+                f"{self._name}: inputs says that it is called with {self._what} of the batch, which wrote into the "
+                "batch's tensors in place. Let the function leave the batch as it is, and change it in the loader."
+            )
         if not isinstance(value, KeyedJaggedTensor):
             raise IdError(
                 f"{self._name}: inputs says that it is called with {self._what} of the batch, which is a "
@@ -170,17 +181,55 @@ class PipelinedCall(BaseForward):  # type: ignore[misc]
         self.why_ordinary = why
 
     def _is_as_expected(self, batch: InFlightBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the model passes what was sent ahead."""
-        expected, named = self.args.build_args_kwargs(batch.device)
+        """Whether the model passes what was sent ahead.
+
+        Asked anew for the batch on the device, a function of the user's may give what it did not give for that on the
+        host: so what was sent decides. Where that is on another device its shape does, and the function is asked.
+        """
         if self.is_declared and not args and len(kwargs) == 1:  # the parameter's name does not matter
             args, kwargs = tuple(kwargs.values()), {}
-        return (
-            batch.is_as_taken  # on a device that is the host, the model may have written the ids in place
-            and len(args) == len(expected)
-            and kwargs.keys() == named.keys()
-            and all(map(_is_same, expected, args))
-            and all(_is_same(named[name], value) for name, value in kwargs.items())
-        )
+        if not batch.is_as_taken:  # on a device that is the host, the model may have written the ids in place
+            return False
+        sent, given = batch.arguments[self.name], (args, kwargs)
+        if _agree(_is_same, sent, given):
+            return True
+        return _agree(_is_copy, sent, given) and _agree(_is_same, self.args.build_args_kwargs(batch.device), given)
+
+
+def _agree(is_same: Callable[[Any, Any], bool], expected: Any, given: Any) -> bool:
+    """Whether two pairs of arguments and keyword arguments agree, one by one."""
+    (args, kwargs), (given_args, given_kwargs) = expected, given
+    return (
+        len(args) == len(given_args)
+        and kwargs.keys() == given_kwargs.keys()
+        and all(map(is_same, args, given_args))
+        and all(is_same(kwargs[name], value) for name, value in given_kwargs.items())
+    )
+
+
+def _is_copy(sent: Any, given: Any) -> bool:
+    """Whether a KJT can be a copy of what was sent: in host memory by all values, elsewhere by its shape, unwaited."""
+    if not isinstance(sent, KeyedJaggedTensor) or not isinstance(given, KeyedJaggedTensor):
+        return False
+    pairs = (
+        (sent.values(), given.values()),
+        (sent.weights_or_none(), given.weights_or_none()),
+        (sent.lengths(), given.lengths()),
+        (_inverse(sent), _inverse(given)),
+    )
+    return (
+        sent.keys() == given.keys()
+        and sent.stride_per_key() == given.stride_per_key()
+        and all(_is_copied(first, second) for first, second in pairs)
+    )
+
+
+def _is_copied(sent: Tensor | None, given: Tensor | None) -> bool:
+    if sent is None or given is None:
+        return sent is given
+    if sent.shape != given.shape or sent.device != HOST or given.device != HOST:
+        return sent.shape == given.shape
+    return sent.dtype == given.dtype and torch.equal(sent, given)
 
 
 def _is_same(expected: Any, given: Any) -> bool:

@@ -24,6 +24,7 @@ from hybridrec._compat.torchrec import (
     ShardedEmbeddingModule,
 )
 from hybridrec.config import TableConfig
+from hybridrec.distributed.batch_contents import check_without_samples
 from hybridrec.distributed.exchange_check import CheckedSplits
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from hybridrec.distributed.host_thread import settle_host_thread
@@ -132,6 +133,8 @@ class ShardedHashEmbeddingBagCollection(
             check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
             self._check_weights_need_no_grad(features, ctx.is_training)
             with torch.no_grad():
+                if ctx.has_ended:
+                    check_without_samples(features)
                 ctx.inverse = self._feature_order.inverse(features)
                 features = self._feature_order.apply(features)
         except Exception as e:  # travels to the other ranks, then every rank raises it

@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd.profiler import record_function
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec.backend import DeviceBackend
+from hybridrec.distributed.batch_contents import versions_of
 from hybridrec.distributed.host_thread import HostThread, Job
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, StageTime
 from hybridrec.distributed.pipelined_call import PipelinedCall
@@ -81,8 +79,8 @@ class HostStages:
                 arguments = call.arguments_of(batch.host)
             except Exception as e:  # the others wait for this rank's ids: it has none, and says so in the verdict
                 context.error, arguments = e, ([None], {})
-            batch.arguments.append(arguments)
-            batch.versions += _versions(arguments)
+            batch.arguments[call.name] = arguments
+            batch.versions += versions_of(arguments)
         batch.distributing = self._thread.submit(lambda: self._distribute(batch))
 
     def map(self, batch: InFlightBatch) -> None:
@@ -155,7 +153,8 @@ class HostStages:
             if batch.arrived is not None:
                 self._stream.wait_event(batch.arrived)
             requests = []
-            for call, context, (args, kwargs) in zip(self._calls, batch.contexts, batch.arguments, strict=True):
+            for call, context in zip(self._calls, batch.contexts, strict=True):
+                args, kwargs = batch.arguments[call.name]
                 requests.append(call.module.input_dist(context, *args, **kwargs))
             batch.dist_inputs = [request.wait() for request in requests]  # sizes are known, ids are on their way
 
@@ -220,11 +219,3 @@ class HostStages:
         elif agreed is not None:
             batch.is_refused = True
             raise agreed
-
-
-def _versions(arguments: tuple[list[Any], dict[str, Any]]) -> list[tuple[Tensor, int]]:
-    """The tensors of the KJTs among some arguments, and how often each was written in place so far."""
-    kjts = [value for value in (*arguments[0], *arguments[1].values()) if isinstance(value, KeyedJaggedTensor)]
-    tensors = [t for k in kjts for t in (k.values(), k.weights_or_none(), k.lengths_or_none(), k.offsets_or_none())]
-    tensors += [inverse[1] for k in kjts if (inverse := k.inverse_indices_or_none()) is not None]
-    return [(t, t._version) for t in tensors if t is not None and not t.is_inference()]

@@ -302,6 +302,67 @@ def test_settings_that_cannot_be_honoured(pool_1: RankPool) -> None:
     pool_1.run(wrong_settings)
 
 
+class Stuck(PipelineBatch):
+    """Cannot be copied."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PipelineBatch:
+        raise OSError("stuck")
+
+
+def without_ids(batch: PipelineBatch) -> PipelineBatch:
+    empty = make_empty(batch)
+    lengths = torch.zeros(len(batch.features.keys()), dtype=torch.int64)
+    features = KeyedJaggedTensor(keys=batch.features.keys(), values=empty.features.values(), lengths=lengths)
+    return PipelineBatch(features, empty.labels)
+
+
+def empty_batches_that_are_none() -> None:
+    """Rank 0's is none, for one reason after another: both ranks refuse; then all goes on."""
+    makers = [
+        (lambda batch: batch, r"make_empty_batch returned a batch with \d+ ids in \d+ bags"),
+        (without_ids, r"make_empty_batch returned a batch with 0 ids in \d+ bags"),
+        (
+            lambda batch: Stuck(make_empty(batch).features, batch.labels[:0]),
+            r"Stuck whose to\('cpu'\) raised OSError: st",
+        ),
+        (lambda batch: 1 // 0, "make_empty_batch raised ZeroDivisionError"),
+    ]
+    run = Run(3, dataclasses.replace(SCENARIO, steps=9), uneven_ranks="drain", make_empty_batch=make_empty)
+    iterator = run.loader(0, 9)
+    for maker, message in makers:
+        run.pipeline._end_of_data._make_empty_batch = maker if dist.get_rank() == 0 else make_empty
+        with pytest.raises(ConfigError, match=message + ".*refused by rank 0"):
+            run.pipeline.progress(iterator)
+    run.pipeline._end_of_data._make_empty_batch = make_empty
+    run.train(iterator, range(len(makers), 9))
+    run.ends(iterator)
+    run.check()
+
+
+def test_an_empty_batch_that_is_none_is_refused_on_all_ranks(pool_2: RankPool) -> None:
+    pool_2.run(empty_batches_that_are_none, watchdog=WATCHDOG)
+
+
+def filled_later(depth: int) -> None:
+    run = Uneven((6, 4), depth, "drain")
+    full = run.mine[5]
+    iterator = Counted(run.mine[: run.count])
+    run.step(iterator, run.padded(0))
+    run.pipeline._end_of_data._make_empty_batch = lambda batch: full
+    for step in range(1, 4):
+        run.step(iterator, run.padded(step))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"make_empty_batch returned a batch with .* ids .*refused by rank 1"):
+            run.pipeline.progress(iterator)
+    run.ends(iterator)
+    run.finish()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_samples_in_a_later_empty_batch_are_not_trained(pool_2: RankPool, depth: int) -> None:
+    pool_2.run(filled_later, depth, watchdog=WATCHDOG)
+
+
 def policies_differ() -> None:
     rank = dist.get_rank()
     kwargs = {"uneven_ranks": "drain", "make_empty_batch": make_empty} if rank else {}

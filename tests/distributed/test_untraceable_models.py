@@ -274,7 +274,10 @@ def bad_on_one_rank(how: str) -> list[str]:
 
     def field(batch: PropertyBatch) -> Any:
         if dist.get_rank() == 1 and (batch.labels == third).all():
-            return batch.labels if how == "no KJT" else 1 // 0
+            if how == "writes":
+                batch.features.values().add_(0)
+            else:
+                return batch.labels if how == "no KJT" else 1 // 0
         return batch.features
 
     data = batches()
@@ -299,13 +302,37 @@ def bad_on_one_rank(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("no KJT", "which is a Tensor"), ("raises", "which raised ZeroDivisionError")]
+    ("how", "said"),
+    [
+        ("no KJT", "which is a Tensor"),
+        ("raises", "which raised ZeroDivisionError"),
+        ("writes", "which wrote into the batch's tensors in place"),
+    ],
 )
 def test_a_field_that_is_wrong_on_one_rank_is_refused_on_all(pool_2: RankPool, how: str, said: str) -> None:
     first, second = pool_2.run(bad_on_one_rank, how)
     assert first == second and len(first) == 1
     assert first[0].startswith("second: inputs says that it is called with field") and said in first[0]
     assert "refused by rank 1" in first[0]
+
+
+def of_another_mind(depth: int, how: str) -> None:
+    """A function that gives something else when it is first asked for a batch, which is when ids are sent."""
+    asked: set[int] = set()
+
+    def field(batch: PropertyBatch) -> KeyedJaggedTensor:
+        is_first = batch.labels.data_ptr() not in asked
+        asked.add(batch.labels.data_ptr())
+        if how == "rebinds" and is_first:
+            batch.features = batch.shifted
+        return batch.shifted if is_first and how == "differs" else batch.features
+
+    same_as_the_plain_loop(TwoCollections, depth, inputs={"first": field, "plain": field})
+
+
+@pytest.mark.parametrize(("depth", "how"), [(1, "rebinds"), (3, "differs")])
+def test_what_was_sent_decides_and_not_what_a_function_says_later(pool_2: RankPool, depth: int, how: str) -> None:
+    pool_2.run(of_another_mind, depth, how)
 
 
 class HalfTrained(Head):
