@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
+from hybridrec.distributed.batch_contents import is_as_before, versions_of
 from hybridrec.distributed.pipelined_call import _is_same
-from hybridrec.distributed.stages import _versions
 from tests.distributed.kjt_forms import FORMS, IDS, MIXED_TABLES, form_of, train_mixed
 from tests.distributed.oracle import Table
 from tests.distributed.scenario import OPTIMIZERS, Scenario, build
@@ -128,9 +128,10 @@ def test_a_pipeline_tells_variable_batches_of_the_same_ids_apart() -> None:
 
 def test_a_pipeline_sees_inverse_indices_that_are_written_in_place() -> None:
     index = torch.zeros(2, 4, dtype=torch.int64)
-    versions = _versions(([_variable(torch.arange(3), torch.tensor([1, 1, 1]), index, [2, 1])], {}))
+    versions = versions_of([_variable(torch.arange(3), torch.tensor([1, 1, 1]), index, [2, 1])])
+    assert is_as_before(versions)
     index[0, 0] = 1
-    assert any(tensor is index and tensor._version != version for tensor, version in versions)
+    assert not is_as_before(versions)
 
 
 def test_ids_of_the_whole_range_are_among_those_that_are_tried() -> None:
