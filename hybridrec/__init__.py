@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridrec.config import HashEmbeddingBagConfig
+    from hybridrec.config import HashEmbeddingBagConfig, HashEmbeddingConfig
     from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
     from hybridrec.distributed.planner_report import describe_plan
     from hybridrec.distributed.sharding_plan import (
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
     from hybridrec.metrics import PipelineStats, TableStats
+    from hybridrec.modules.hash_embedding import HashEmbeddingCollection
     from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
     from hybridrec.store.initializer import Constant, Normal, Uniform
 
@@ -32,6 +33,8 @@ __all__ = [
     "Constant",
     "HashEmbeddingBagCollection",
     "HashEmbeddingBagConfig",
+    "HashEmbeddingCollection",
+    "HashEmbeddingConfig",
     "HybridEmbeddingBagCollectionSharder",
     "HybridHashEmbeddingBagCollectionSharder",
     "HybridRecError",
@@ -48,7 +51,7 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
-    "hybridrec.config": ("HashEmbeddingBagConfig",),
+    "hybridrec.config": ("HashEmbeddingBagConfig", "HashEmbeddingConfig"),
     "hybridrec.distributed.planner_report": ("describe_plan",),
     "hybridrec.distributed.hybrid_train_pipeline": ("HybridTrainPipelineSparseDist",),
     "hybridrec.distributed.sharding_plan": (
@@ -58,6 +61,7 @@ _NAMES_BY_MODULE = {
     ),
     "hybridrec.errors": ("BackendError", "CapacityError", "ConfigError", "HybridRecError", "IdError", "StateError"),
     "hybridrec.metrics": ("PipelineStats", "TableStats"),
+    "hybridrec.modules.hash_embedding": ("HashEmbeddingCollection",),
     "hybridrec.modules.hash_embedding_bag": ("HashEmbeddingBagCollection",),
     "hybridrec.store.initializer": ("Constant", "Normal", "Uniform"),
 }

@@ -8,11 +8,17 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 
 from hybridrec.errors import ConfigError
 from hybridrec.store.initializer import Bank, Constant, Normal, Uniform, bank_from_init_fn
@@ -45,21 +51,8 @@ class _DefaultInitFn(functools.partial):  # type: ignore[type-arg]
 
 
 @dataclass
-class HashEmbeddingBagConfig(EmbeddingBagConfig):  # type: ignore[misc]
-    """One hashed table whose ids are any int64 values: TorchRec's config and what a hashed table needs beyond it.
-
-    Positional parameters are those of `EmbeddingBagConfig`; what is added is keyword-only. Initial rows come from
-    the first of these that is given; giving two is an error:
-
-    1. ``initializer``;
-    2. ``weight_init_min`` and ``weight_init_max``, as ``Uniform``;
-    3. ``init_fn``: rows are taken, by a hash of the id, from a bank of rows that it fills once;
-    4. none: ``Uniform(-0.01, 0.01)``. TorchRec's default range, ``sqrt(1 / num_embeddings)``, is not used, because
-       ``num_embeddings`` is nominal here.
-
-    Raises:
-        ConfigError: A value is not accepted; names table, field, value and what to do.
-    """
+class _HashFields:
+    """What a hashed table's config has beyond TorchRec's; keyword-only."""
 
     planned_rows: int | None = field(default=None, kw_only=True)
     """Rows expected to live, over all ranks: what plans account. None: ``num_embeddings``. No limit."""
@@ -76,12 +69,39 @@ class HashEmbeddingBagConfig(EmbeddingBagConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         """Check the config, and fill in ``init_fn`` so that TorchRec's own modules accept it too."""
-        if isinstance(self.init_fn, _DefaultInitFn):  # of the config that this one was made from by `replace`
-            self.init_fn: Callable[..., Any] | None = None
-        _Fields(self).check()
-        if self.init_fn is None:
-            low, high = self.get_weight_init_min(), self.get_weight_init_max()
-            self.init_fn = _DefaultInitFn(torch.nn.init.uniform_, a=low, b=high)
+        config = cast(BaseEmbeddingConfig, self)
+        if isinstance(config.init_fn, _DefaultInitFn):  # of the config that this one was made from by `replace`
+            config.init_fn = None
+        _Fields(config).check()
+        if config.init_fn is None:
+            low, high = config.get_weight_init_min(), config.get_weight_init_max()
+            config.init_fn = _DefaultInitFn(torch.nn.init.uniform_, a=low, b=high)
+
+
+@dataclass
+class HashEmbeddingBagConfig(_HashFields, EmbeddingBagConfig):  # type: ignore[misc]
+    """One hashed table whose ids are any int64 values: TorchRec's config and what a hashed table needs beyond it.
+
+    Positional parameters are those of `EmbeddingBagConfig`; what is added is keyword-only. Initial rows come from
+    the first of these that is given; giving two is an error:
+
+    1. ``initializer``;
+    2. ``weight_init_min`` and ``weight_init_max``, as ``Uniform``;
+    3. ``init_fn``: rows are taken, by a hash of the id, from a bank of rows that it fills once;
+    4. none: ``Uniform(-0.01, 0.01)``. TorchRec's default range, ``sqrt(1 / num_embeddings)``, is not used, because
+       ``num_embeddings`` is nominal here.
+
+    Raises:
+        ConfigError: A value is not accepted; names table, field, value and what to do.
+    """
+
+
+@dataclass
+class HashEmbeddingConfig(_HashFields, EmbeddingConfig):  # type: ignore[misc]
+    """One hashed table of a `HashEmbeddingCollection`, whose rows are not pooled.
+
+    TorchRec's `EmbeddingConfig` and the fields of `HashEmbeddingBagConfig` beyond it, with the same meaning and errors.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +117,7 @@ class TableConfig:
     feature_names: tuple[str, ...]
     """Features that look rows up here, in output order."""
     pooling: PoolingType
-    """SUM or MEAN."""
+    """SUM or MEAN; NONE in a collection of sequences."""
     planned_rows: int
     """Rows expected to live, over all ranks."""
     max_rows: int | None
@@ -112,11 +132,12 @@ class TableConfig:
     """Of the initial rows."""
 
 
-def resolve_table(config: EmbeddingBagConfig) -> TableConfig:
+def resolve_table(config: BaseEmbeddingConfig, kind: type[BaseEmbeddingConfig] = EmbeddingBagConfig) -> TableConfig:
     """Check one config and fill in its defaults. The config is read, never changed.
 
     Args:
-        config: A `HashEmbeddingBagConfig`, or TorchRec's `EmbeddingBagConfig`, which has the defaults of what it lacks.
+        config: A hashed config, or TorchRec's, which has the defaults of what it lacks.
+        kind: `EmbeddingBagConfig` for pooled tables, `EmbeddingConfig` for sequences.
 
     Returns:
         TableConfig with every field decided.
@@ -124,28 +145,30 @@ def resolve_table(config: EmbeddingBagConfig) -> TableConfig:
     Raises:
         ConfigError: A value is not accepted; names table, field, value and what to do.
     """
-    if not isinstance(config, EmbeddingBagConfig):
+    if not isinstance(config, kind):
         raise ConfigError(
-            f"tables: {config!r} has type {type(config).__name__}. Pass HashEmbeddingBagConfig or EmbeddingBagConfig."
+            f"tables: {config!r} has type {type(config).__name__}. Pass Hash{kind.__name__} or {kind.__name__}."
         )
     fields = _Fields(config)
     fields.check()
     return fields.resolve()
 
 
-def resolve_tables(tables: Sequence[EmbeddingBagConfig]) -> tuple[TableConfig, ...]:
-    """Check the tables of one collection, each and together.
+def resolve_tables(
+    tables: Sequence[BaseEmbeddingConfig], kind: type[BaseEmbeddingConfig] = EmbeddingBagConfig
+) -> tuple[TableConfig, ...]:
+    """Check the tables of one collection, each and together; ``kind`` as for `resolve_table`.
 
     Raises:
         ConfigError: Not a list, empty, a table is not accepted, or two tables or outputs have the same name.
     """
     if not isinstance(tables, (list, tuple)):
         raise ConfigError(
-            f"tables: got {type(tables).__name__}. Pass a list of HashEmbeddingBagConfig, also for a single table."
+            f"tables: got {type(tables).__name__}. Pass a list of Hash{kind.__name__}, also for a single table."
         )
     if not tables:
-        raise ConfigError("tables: the list is empty. A collection needs at least one HashEmbeddingBagConfig.")
-    resolved = tuple(resolve_table(table) for table in tables)
+        raise ConfigError(f"tables: the list is empty. A collection needs at least one Hash{kind.__name__}.")
+    resolved = tuple(resolve_table(table, kind) for table in tables)
     _check_unique("table name", [table.name for table in resolved])
     _check_unique("output name", [name for names in embedding_names(resolved) for name in names])
     return resolved
@@ -185,7 +208,7 @@ def shard_quota(max_rows: int, world_size: int) -> int:
 class _Fields:
     """One user's config, read field by field; names the table in every error."""
 
-    def __init__(self, config: EmbeddingBagConfig) -> None:
+    def __init__(self, config: BaseEmbeddingConfig) -> None:
         self._config = config
         self._where = f"table {config.name!r}"
 
@@ -212,7 +235,7 @@ class _Fields:
             num_embeddings=num_embeddings,
             embedding_dim=dim,
             feature_names=self._features(),
-            pooling=config.pooling,
+            pooling=_pooling(config),
             planned_rows=self._count("planned_rows") or num_embeddings,
             max_rows=max_rows,
             full_policy=full_policy,
@@ -288,7 +311,7 @@ class _Fields:
         config = self._config
         if config.data_type != DataType.FP32:
             raise self._error("data_type", "is not available for hashed tables", "Use DataType.FP32.")
-        if config.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+        if not isinstance(config, EmbeddingConfig) and _pooling(config) not in (PoolingType.SUM, PoolingType.MEAN):
             raise self._error("pooling", "is not available", "Use PoolingType.SUM or PoolingType.MEAN.")
         for field_name, neutral in _UNSUPPORTED_FIELDS.items():
             value = getattr(config, field_name, neutral)  # TorchRec 1.5 lacks some
@@ -366,7 +389,7 @@ class _Fields:
     def _is_default_init_fn(self) -> bool:
         """Whether ``init_fn`` is what ``__post_init__`` fills in, and not a user's."""
         init_fn = self._config.init_fn
-        if isinstance(self._config, HashEmbeddingBagConfig):
+        if isinstance(self._config, _HashFields):
             return isinstance(init_fn, _DefaultInitFn)
         default_range = {"a": self._config.get_weight_init_min(), "b": self._config.get_weight_init_max()}
         return _uniform_range(init_fn) == default_range
@@ -382,6 +405,11 @@ class _Fields:
                 return Uniform(uniform_range["a"], uniform_range["b"])
             return bank_from_init_fn(self._config.init_fn, dim, self._seed())
         return self._init_range() if source else DEFAULT_INITIALIZER
+
+
+def _pooling(config: BaseEmbeddingConfig) -> PoolingType:
+    """What a table does with the rows of a bag: nothing, if it is one of sequences."""
+    return PoolingType.NONE if isinstance(config, EmbeddingConfig) else config.pooling
 
 
 def _uniform_range(init_fn: Callable[..., Any] | None) -> dict[str, float] | None:

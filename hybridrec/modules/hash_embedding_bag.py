@@ -6,31 +6,25 @@ it by `ShardedHashEmbeddingBagCollection`. Letters of shapes: `hybridrec.types`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from hybridrec._compat.grad_scaler import refuse_scaled_losses
-from hybridrec.backend import HOST, parse_device
-from hybridrec.config import TableConfig, embedding_names, resolve_tables
-from hybridrec.errors import StateError
+from hybridrec.backend import HOST
+from hybridrec.config import TableConfig, embedding_names
+from hybridrec.modules.hash_collection import HashCollection
 from hybridrec.modules.hash_table import HashEmbeddingBag
 from hybridrec.modules.input_check import check_features
 from hybridrec.modules.variable_batch import expand, filled_lengths, inverse_of
 
-_META = torch.device("meta")
 
-
-class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
+class HashEmbeddingBagCollection(HashCollection, EmbeddingBagCollectionInterface):  # type: ignore[misc]
     """Pooled lookups in tables whose ids are any int64 values.
 
     Drop-in for `torchrec.EmbeddingBagCollection`: same arguments, inputs, outputs and order of outputs. Differences:
@@ -66,35 +60,13 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
             ConfigError: A table or the device is not accepted.
         """
         super().__init__()
-        refuse_scaled_losses()
-        self._tables = resolve_tables(tables)
-        self._configs = [copy.copy(config) for config in tables]
-        for config, table in zip(self._configs, self._tables, strict=True):
-            config.feature_names = list(table.feature_names)
+        self._init_tables(tables, EmbeddingBagConfig, device)
         self._is_weighted = bool(is_weighted)
-        target = parse_device(device)
-        self._target_device = HOST if target is None or target == _META else target
         self.embedding_bags = nn.ModuleDict(
             {table.name: HashEmbeddingBag(table, self._target_device) for table in self._tables}
         )
         self._output_names = [name for names in embedding_names(self._tables) for name in names]
         self._output_dims = [table.embedding_dim for table in self._tables for _ in table.feature_names]
-        self._num_batches = 0
-
-    @property
-    def device(self) -> torch.device:
-        """The meta device: where the parameters are, which is what TorchRec's planner and sharders ask for."""
-        return _META
-
-    @property
-    def target_device(self) -> torch.device:
-        """Where the unsharded collection keeps rows and computes."""
-        return self._bags()[0].rows_device
-
-    @property
-    def table_configs(self) -> tuple[TableConfig, ...]:
-        """The tables, resolved."""
-        return self._tables
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Copies of the configs that were given, with feature names filled in as TorchRec does."""
@@ -103,10 +75,6 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
     def is_weighted(self) -> bool:
         """Whether batches must carry a weight for each id."""
         return self._is_weighted
-
-    def num_rows(self) -> dict[str, int]:
-        """Table name -> rows that are alive."""
-        return {bag.config.name: bag.num_rows for bag in self._bags()}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up and pool.
@@ -133,73 +101,8 @@ class HashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: igno
             pooled = expand(pooled, inverse_FB.to(pooled.device), self._output_dims)
         return KeyedTensor(keys=self._output_names, length_per_key=self._output_dims, values=pooled)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """How many batches were trained (Adam's step)."""
-        return {"num_batches": self._num_batches}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """From a ``state_dict()``."""
-        self._num_batches = int(state["num_batches"])
-
-    def _bags(self) -> list[HashEmbeddingBag]:
-        return [cast(HashEmbeddingBag, bag) for bag in self.embedding_bags.values()]
-
-    def _look_up(self, ids: Sequence[Tensor]) -> list[Tensor]:
-        """For each table the rows float32 [N, D] of its ids, with a graph for those that train."""
-        is_training = self.training and torch.is_grad_enabled()
-        bags = self._bags()
-        trained = [t for t, bag in enumerate(bags) if is_training and bag.weight.requires_grad]
-        for t in trained:
-            bags[t].check_room(ids[t], ordinal=self._num_batches + 1)
-        rows = [None if t in trained else bag.read(ids[t]) for t, bag in enumerate(bags)]
-        if trained:
-            anchor = torch.zeros((), device=self.target_device, dtype=torch.float32, requires_grad=True)
-            looked_up = _TrainedRows.apply(anchor, self, [bags[t] for t in trained], [ids[t] for t in trained])
-            for t, table_rows in zip(trained, looked_up, strict=True):
-                rows[t] = table_rows
-        return cast(list[Tensor], rows)
-
-    def _train(self, bags: Sequence[HashEmbeddingBag], ids: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """The step of one batch: all tables or none."""
-        ordinal = self._num_batches + 1
-        for bag, ids_N in zip(bags, ids, strict=True):
-            bag.optimizer()
-            bag.check_room(ids_N, ordinal=ordinal)
-        self._num_batches = ordinal
-        for bag, ids_N, grads_ND in zip(bags, ids, grads, strict=True):
-            bag.update(ids_N, grads_ND, ordinal=ordinal)
-
-
-class _TrainedRows(torch.autograd.Function):
-    """Rows of all tables of a batch as one node, so that one backward is one step of all tables."""
-
-    steps_rows_in_backward = True  # read by _compat.grad_scaler
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        collection: HashEmbeddingBagCollection,
-        bags: list[HashEmbeddingBag],
-        ids: list[Tensor],
-    ) -> tuple[Tensor, ...]:
-        """``anchor`` requires grad, so that autograd calls `backward` though no row is a tensor that it knows."""
-        ctx.collection, ctx.bags, ctx.ids = collection, bags, ids
-        return tuple(bag.read(ids_N) for bag, ids_N in zip(bags, ids, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        """Step. Tables that the loss does not use get zeros, not None."""
-        if ctx.ids is None:
-            raise StateError(
-                "HashEmbeddingBagCollection: second backward through one forward, whose rows were already updated. "
-                "Add the losses and call backward once, or run the forward again."
-            )
-        collection, bags, ids = ctx.collection, ctx.bags, ctx.ids
-        collection._train(bags, ids, grads)
-        ctx.ids = None
-        return None, None, None, None
+    def _tables_by_name(self) -> nn.ModuleDict:
+        return self.embedding_bags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -268,6 +268,14 @@ class HashEmbeddingBag(nn.Module):
         return f"{config.num_embeddings}, {config.embedding_dim}, mode={config.pooling.value.lower()!r}"
 
 
+class HashEmbedding(HashEmbeddingBag):
+    """The rows of one table of sequences."""
+
+    def extra_repr(self) -> str:
+        """As `torch.nn.Embedding` prints it."""
+        return f"{self.config.num_embeddings}, {self.config.embedding_dim}"
+
+
 def _grown(tensor: Tensor, num_rows: int) -> Tensor:
     grown = tensor.new_empty((num_rows, *tensor.shape[1:]))
     grown[: len(tensor)] = tensor

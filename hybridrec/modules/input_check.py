@@ -43,6 +43,21 @@ def check_features(features: KeyedJaggedTensor, tables: Sequence[TableConfig], i
         _check_weights(features, where)
 
 
+def check_sequences(features: KeyedJaggedTensor, tables: Sequence[TableConfig], where: str) -> None:
+    """As `check_features`, for rows that are not pooled; weights are ignored.
+
+    Raises:
+        IdError: As there; or the batch is variable (VBE), which exists for pooled tables alone.
+    """
+    check_features(features, tables, is_weighted=False, where=where)
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        raise IdError(
+            f"{where}: the batch is variable (stride_per_key_per_rank or inverse_indices), which does not exist for "
+            "sequences of hashed tables. Pass every sample's ids: a KeyedJaggedTensor with one stride and no "
+            "inverse_indices."
+        )
+
+
 def _check_keys(keys: Sequence[str], tables: Sequence[TableConfig], where: str) -> None:
     present = set(keys)
     if len(present) != len(keys):

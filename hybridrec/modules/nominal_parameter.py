@@ -84,8 +84,8 @@ def conversion_probe(dim: int, like: torch.Tensor) -> NominalParameter:
 
 def _not_sharded() -> str:
     return (
-        "this HashEmbeddingBagCollection was not sharded: DistributedModelParallel got no sharder for "
-        "'HashEmbeddingBagCollection' or an empty plan, and now materialises its nominal parameters as dense memory. "
-        "Pass sharders=get_default_hybrid_sharders(host_env) to both the planner (EmbeddingShardingPlanner."
-        "collective_plan or .plan) and DistributedModelParallel."
+        "this hashed collection was not sharded: DistributedModelParallel got no sharder for "
+        "'HashEmbeddingBagCollection' or 'HashEmbeddingCollection', or an empty plan, and now materialises its nominal "
+        "parameters as dense memory. Pass sharders=get_default_hybrid_sharders(host_env) to both the planner "
+        "(EmbeddingShardingPlanner.collective_plan or .plan) and DistributedModelParallel."
     )

@@ -19,7 +19,8 @@ from hybridrec.modules.nominal_parameter import NominalParameter, nominal_parame
 from tests.unit.modules.batches import apply_optimizer_in_backward, random_batch, tables, trainable
 
 MESSAGE = (
-    r"was not sharded: DistributedModelParallel got no sharder for 'HashEmbeddingBagCollection' or an empty plan"
+    r"was not sharded: DistributedModelParallel got no sharder for 'HashEmbeddingBagCollection' or "
+    r"'HashEmbeddingCollection', or an empty plan"
     r".*sharders=get_default_hybrid_sharders\(host_env\) to both the planner .* and DistributedModelParallel"
 )
 MATERIALISATIONS: list[Callable[[Tensor], Any]] = [
