@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from hybridrec.backend import HOST
 from hybridrec.debug.records import initial_records, read_slots, split_record
 from hybridrec.distributed.lookup import PooledLookup
-from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.errors import ConfigError, IdError, StateError
-from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
+from hybridrec.modules.hash_collection import HashCollection
 from hybridrec.modules.hash_table import HashEmbeddingBag
 from hybridrec.native import mix64
 
@@ -97,27 +97,29 @@ def where(module: nn.Module, table: str, id: int) -> RowLocation:
     if isinstance(id, bool) or not isinstance(id, int) or not -(2**63) <= id < 2**63:
         raise IdError(f"where(table={table!r}): id={id!r} is no int64. Pass an int from -2**63 to 2**63 - 1.")
     collection = _collection_of(module, table)
-    if isinstance(collection, ShardedHashEmbeddingBagCollection):
+    if isinstance(collection, ShardedHashCollection):
         return _where_sharded(collection, table, id)
-    bag = collection.embedding_bags[table]
-    assert isinstance(bag, HashEmbeddingBag)
-    return _where_unsharded(bag, id)
+    return _where_unsharded(collection.bag_of(table), id)
 
 
-def _collection_of(module: nn.Module, table: str) -> ShardedHashEmbeddingBagCollection | HashEmbeddingBagCollection:
-    kinds = (ShardedHashEmbeddingBagCollection, HashEmbeddingBagCollection)
+def _collection_of(module: nn.Module, table: str) -> ShardedHashCollection | HashCollection:
+    kinds = (ShardedHashCollection, HashCollection)
     collections = [m for m in module.modules() if isinstance(m, kinds)]
-    found = [c for c in collections if table in c.embedding_bags]
+    found = [c for c in collections if table in _names(c)]
     if len(found) == 1:
         return found[0]
-    names = sorted({name for c in collections for name in c.embedding_bags})
+    names = sorted({name for c in collections for name in _names(c)})
     raise ConfigError(
         f"where: {len(found)} hashed collections of {type(module).__name__} have a table {table!r}; its tables are "
         f"{', '.join(map(repr, names)) or 'none'}. Name one of them, or pass the collection."
     )
 
 
-def _where_sharded(collection: ShardedHashEmbeddingBagCollection, table: str, id: int) -> RowLocation:
+def _names(collection: ShardedHashCollection | HashCollection) -> list[str]:
+    return [table.name for table in collection.table_configs]
+
+
+def _where_sharded(collection: ShardedHashCollection, table: str, id: int) -> RowLocation:
     lookup, group = collection.lookup, collection.host_group
     key = int(mix64(torch.tensor([id])))
     fields: dict[str, Any] = {"table": table, "id": id, "rank": group.rank(), "world_size": group.size()}

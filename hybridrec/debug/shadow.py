@@ -28,7 +28,7 @@ from hybridrec.debug.difference import Difference, Verification, VerifyError
 from hybridrec.debug.location import where
 from hybridrec.debug.records import initial_records, read_records, read_slots, record_names, write_records
 from hybridrec.distributed.lookup import KernelInput, MappedBatch, PooledLookup
-from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.modules.hash_table import PROTECTED_BATCHES
 from hybridrec.native import unmix64
 from hybridrec.types import FullPolicy
@@ -92,7 +92,7 @@ class _Pending:
     learning_rates: list[float]
 
 
-def is_shadowed(module: ShardedHashEmbeddingBagCollection) -> bool:
+def is_shadowed(module: ShardedHashCollection) -> bool:
     """Whether a shadow stands in a collection's lookup, which has room for one."""
     return "compute" in vars(module.lookup)
 
@@ -100,7 +100,7 @@ def is_shadowed(module: ShardedHashEmbeddingBagCollection) -> bool:
 class ShadowCollection:
     """Stands in a lookup's ``compute`` and ``update``."""
 
-    def __init__(self, module: ShardedHashEmbeddingBagCollection, result: Verification, steps: int | None) -> None:
+    def __init__(self, module: ShardedHashCollection, result: Verification, steps: int | None) -> None:
         self._module, self._result, self._steps_left = module, result, steps
         self._lookup: PooledLookup = module.lookup
         self._rank = module.host_group.rank()
@@ -183,8 +183,7 @@ class ShadowCollection:
             weights_N = None if weights_N is None else weights_N.to(device)
             inputs.append(KernelInput(part.index_N.to(device), part.offsets.to(device), weights_N))
         rates = [kernel.learning_rate for kernel in lookup.kernels]
-        columns = pooled.split([kernel.spec.total_dim for kernel in self._kernels], 1)
-        for kernel, one, part in zip(self._kernels, inputs, columns, strict=True):
+        for kernel, one, part in zip(self._kernels, inputs, lookup.split(batch, pooled), strict=True):
             if not _same(kernel.forward(*one)[0], part):
                 name = kernel.spec.tables[0].name
                 raise VerifyError(
@@ -202,7 +201,7 @@ class ShadowCollection:
                 self._tables[t].forget(np.unique(batch.keys.values()[_positions_of(lookup, batch, t)].numpy()))
             return
         step = lookup.log.committed
-        grads = grad.split([kernel.spec.total_dim for kernel in self._kernels], 1)
+        grads = lookup.split(batch, grad)
         for kernel, one, rate, part in zip(self._kernels, pending.inputs, pending.learning_rates, grads, strict=True):
             kernel.learning_rate = rate
             _, saved = kernel.forward(*one)

@@ -9,7 +9,7 @@ from torch import nn
 
 from hybridrec.debug.difference import Verification
 from hybridrec.debug.shadow import ShadowCollection, is_shadowed
-from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.errors import ConfigError, StateError
 
 
@@ -36,7 +36,7 @@ def verified(model: nn.Module, *, steps: int | None = None) -> Iterator[Verifica
         raise ConfigError(
             f"verified: model has type {type(model).__name__}. Pass the model that DistributedModelParallel made."
         )
-    modules = [m for m in model.modules() if isinstance(m, ShardedHashEmbeddingBagCollection)]
+    modules = [m for m in model.modules() if isinstance(m, ShardedHashCollection)]
     if not modules:
         raise ConfigError(
             f"verified: {type(model).__name__} has no sharded hashed collection. Pass the model that "

@@ -75,6 +75,8 @@ class PooledLookup(nn.Module):
     Tables are ordered kernel after kernel; features are fed in the order of their tables.
     """
 
+    is_pooled = True
+
     def __init__(
         self,
         kernels: Sequence[Sequence[ShardTable]],
@@ -149,7 +151,7 @@ class PooledLookup(nn.Module):
 
     @property
     def total_dim(self) -> int:
-        """Columns of the pools."""
+        """Columns of the output."""
         return sum(self._kernel_dims)
 
     @property
@@ -315,7 +317,8 @@ class PooledLookup(nn.Module):
         """Run the kernels on a batch whose rows are in their slots; what `update` needs comes along."""
         assert batch.transaction is not None
         if batch.transaction.is_aside:
-            return self._passes.forward(batch.transaction, self.occurrences(batch, batch.transaction.slots_N))
+            parts, kept = self._passes.forward(batch.transaction, self.occurrences(batch, batch.transaction.slots_N))
+            return self.join(parts), kept
         assert batch.inputs is not None
         self.use([t for one in batch.inputs for t in one if t is not None], batch.ready)
         pooled, saved = [], []
@@ -324,13 +327,13 @@ class PooledLookup(nn.Module):
             pooled.append(part)
             saved.append(kept)
         self._mark_use(batch.transaction)
-        return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0], saved
+        return self.join(pooled), saved
 
     def update(self, batch: MappedBatch, saved: Any, grad: Tensor) -> None:
         """Step every row of a batch once, then commit."""
         assert batch.transaction is not None
         step = self.log.committed + 1
-        grads = grad.split(self._kernel_dims, 1)
+        grads = self.split(batch, grad)
         if batch.transaction.is_aside:
             self.log.flush()  # of batches that were trained since the forward
         try:
@@ -358,7 +361,15 @@ class PooledLookup(nn.Module):
         index_N, readers = self._reader.read(batch.keys.values(), batch.feature_offsets, self._feature_table)
         inputs = self._kernel_inputs(batch, index_N, lambda tensors: [t.to(self._device) for t in tensors])
         pooled = [reader.forward(*one)[0] for reader, one in zip(readers, inputs, strict=True)]
-        return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0]
+        return self.join(pooled)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """What the kernels gave, as one tensor."""
+        return torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
+
+    def split(self, batch: MappedBatch, output: Tensor) -> Sequence[Tensor]:
+        """The parts of the kernels in something like the output of a batch."""
+        return output.split(self._kernel_dims, 1)
 
     def _kernel_inputs(
         self, batch: MappedBatch, index_N: Tensor, upload: Callable[[list[Tensor]], list[Tensor]]
@@ -395,6 +406,7 @@ class PooledLookup(nn.Module):
                 optimizer=tables[0].optimizer,
                 is_weighted=self._is_weighted,
                 device=self._device,
+                is_pooled=self.is_pooled,
             )
         )
 
@@ -461,6 +473,25 @@ class PooledLookup(nn.Module):
                 f"rank {self._rank} of {self._world_size}: {self.log.broken}. Some rows are as before and some are "
                 "not, so this collection cannot be used any more. Start again from the last checkpoint."
             )
+
+
+class SequenceLookup(PooledLookup):
+    """The rows that this rank owns, not pooled: one for every id, in the order of the ids."""
+
+    is_pooled = False
+
+    @property
+    def total_dim(self) -> int:
+        """Columns of the output."""
+        return self._kernel_dims[0]
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """What the kernels gave, as one tensor: float32 [N, D]."""
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+    def split(self, batch: MappedBatch, output: Tensor) -> Sequence[Tensor]:
+        """The parts of the kernels in something like the output of a batch."""
+        return output.split(batch.feature_offsets[self._first_feature].diff().tolist())
 
 
 class _PooledLookup(torch.autograd.Function):

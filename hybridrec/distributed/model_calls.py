@@ -19,7 +19,7 @@ from hybridrec._compat.train_pipeline import ShardedModule, rewrite_model
 from hybridrec.backend import DeviceBackend
 from hybridrec.distributed.in_flight import InFlightBatch
 from hybridrec.distributed.pipelined_call import CallOwner, DeclaredInput, PipelinedCall, calls_of
-from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.errors import ConfigError
 from hybridrec.metrics import CollectionReport, PipelineReport
 
@@ -84,7 +84,7 @@ class ModelCalls:
         """Whether the model still has all of this pipeline's calls."""
         return self._is_attached and all(calls_of(call.module) is call for call in (*self.hashed, *self._plain))
 
-    def check(self, model: nn.Module) -> dict[str, ShardedHashEmbeddingBagCollection]:
+    def check(self, model: nn.Module) -> dict[str, ShardedHashCollection]:
         """The hashed collections of a model, unless one cannot be pipelined exactly.
 
         Raises:
@@ -100,7 +100,7 @@ class ModelCalls:
                 "model that was sharded."
             )
         everything = _inner(model).named_modules()
-        modules = {n: m for n, m in everything if isinstance(m, ShardedHashEmbeddingBagCollection)}
+        modules = {n: m for n, m in everything if isinstance(m, ShardedHashCollection)}
         for name, module in modules.items():
             group = module.host_group
             if group.size() > 1 and group is module.device_group:
@@ -152,7 +152,7 @@ class ModelCalls:
         for name, why in why_not.items():
             logger.warning("%s", _message(name, why))
         self._why_not = why_not
-        is_hashed = {n: isinstance(c.module, ShardedHashEmbeddingBagCollection) for n, c in calls.items()}
+        is_hashed = {n: isinstance(c.module, ShardedHashCollection) for n, c in calls.items()}
         self.hashed = [call for name, call in calls.items() if is_hashed[name]]
         self._plain = [call for name, call in calls.items() if not is_hashed[name]]
 
@@ -188,9 +188,7 @@ class ModelCalls:
                 why_not[name] = "the model calls it more than once in a forward"
             elif name not in calls:
                 why_not[name] = "tracing found no call of it with fields of the batch as they are"
-            elif isinstance(calls[name].module, ShardedHashEmbeddingBagCollection) and not _gets_kjt(
-                calls[name], batch
-            ):
+            elif isinstance(calls[name].module, ShardedHashCollection) and not _gets_kjt(calls[name], batch):
                 why_not[name] = "the model makes the KeyedJaggedTensor that it passes"
             else:
                 found[name] = calls[name]
@@ -215,7 +213,7 @@ class ModelCalls:
             reason = f"{reason}, but {call.why_ordinary}"
         return CollectionReport(
             name=name,
-            is_hashed=isinstance(module, ShardedHashEmbeddingBagCollection),
+            is_hashed=isinstance(module, ShardedHashCollection),
             is_prefetched=call is not None,
             reason=reason,
             ordinary_calls=call.num_ordinary if call is not None else 0,
@@ -270,7 +268,7 @@ class ModelCalls:
 
     def prepared(self, call: PipelinedCall, batch: InFlightBatch) -> Callable[[], Any]:
         """What finishes a collection's forward of a batch."""
-        if isinstance(call.module, ShardedHashEmbeddingBagCollection):
+        if isinstance(call.module, ShardedHashCollection):
             position = self.hashed.index(call)
             context, keys = batch.contexts[position], batch.dist_inputs[position]
             return lambda: call.module.compute_and_output_dist(context, keys)

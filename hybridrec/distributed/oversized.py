@@ -111,15 +111,15 @@ class PassLookup:
         self.moved_bytes = [0] * self._num_tables
         """Per table, between store and transient slots."""
 
-    def forward(self, transaction: BatchTransaction, occurrences: Sequence[Occurrences]) -> tuple[Tensor, object]:
-        """Sum the rows of every bag.
+    def forward(self, transaction: BatchTransaction, occurrences: Sequence[Occurrences]) -> tuple[list[Tensor], object]:
+        """Sum the rows of every bag, or look every id up.
 
         Args:
             transaction: Of the batch.
             occurrences: One a kernel.
 
         Returns:
-            float32 [B, columns of all kernels] on the device, and what `backward` needs.
+            For each kernel float32 [B, columns], or [N, D], on the device; and what `backward` needs.
         """
         self._num_forwards += 1
         pooled, sizes, loaded = [], [], list[_Loaded | None]()
@@ -133,7 +133,7 @@ class PassLookup:
                 loaded.append(None)
             pooled.append(part)
         saved = _Saved(occurrences, sizes, [kernel.learning_rate for kernel in self._kernels], loaded)
-        return torch.cat(pooled, 1) if len(pooled) > 1 else pooled[0], saved
+        return pooled, saved
 
     def backward(self, transaction: BatchTransaction, saved: object, grads: Sequence[Tensor], *, step: int) -> None:
         """Step every row of a batch once.
@@ -141,7 +141,7 @@ class PassLookup:
         Args:
             transaction: Of the batch.
             saved: Of `forward`.
-            grads: float32 [B, columns of the kernel], one a kernel.
+            grads: Like the output of `forward`.
             step: 1 for the collection's first committed batch.
         """
         assert isinstance(saved, _Saved)
@@ -191,7 +191,8 @@ class PassLookup:
         kernel, transient = self._kernels[k], self._transient[k]
         assert transient is not None
         num_bags = (occurrences.offsets.shape[0] - 1) // len(kernel.spec.feature_table)
-        pooled = torch.zeros((num_bags, kernel.spec.total_dim), device=self._device)
+        num_outputs = num_bags if kernel.spec.is_pooled else occurrences.index_N.shape[0]
+        output = torch.zeros((num_outputs, kernel.spec.total_dim), device=self._device)
         table_N = _table_of_occurrence(kernel, occurrences)
         rows_of_table = [rows for rows, _ in self._rows(k, transaction)]
         base_T = torch.tensor([0, *itertools.accumulate(sizes.unique_T.tolist())])
@@ -206,9 +207,13 @@ class PassLookup:
                 numbers = unique_U[starts_T[t] : starts_T[t + 1]] - base_T[t]
                 self._load(k, t, transient.slot_arrays(t), rows[numbers.numpy()], weights_only=True)
             weights_N = None if occurrences.weights_N is None else occurrences.weights_N[positions]
-            pooled[first:last] = self._run(transient, place_N - starts_T[part_table_N], offsets, weights_N)[0]
+            part = self._run(transient, place_N - starts_T[part_table_N], offsets, weights_N)[0]
+            if kernel.spec.is_pooled:
+                output[first:last] = part
+            else:
+                output.index_copy_(0, positions.to(self._device), part)
             self.num_passes += 1
-        return pooled
+        return output
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -238,7 +243,8 @@ class PassLookup:
                 self._load(k, t, transient.slot_arrays(t), parts[t][0])
             weights_N = None if occurrences.weights_N is None else occurrences.weights_N[positions]
             _, pending = self._run(transient, place_N[positions], counts[occurrences.offsets], weights_N)
-            transient.backward(pending, grad, step=step)
+            part = grad if transient.spec.is_pooled else grad.index_select(0, positions.to(self._device))
+            transient.backward(pending, part, step=step)
             for t, (rows, slots) in enumerate(parts):
                 self._store(k, t, transient.slot_arrays(t), rows, slots)
             self.num_passes += 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,70 +11,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
-from torchrec.streamable import Multistreamable
 
-from hybridrec._compat.torchrec import (
-    EmbeddingShardingContext,
-    EmptyFusedOptimizer,
-    FusedOptimizerModule,
-    KJTList,
-    KJTListSplitsAwaitable,
-    ShardedEmbeddingModule,
-)
 from hybridrec.config import TableConfig
-from hybridrec.distributed.batch_contents import check_without_samples
-from hybridrec.distributed.exchange_check import CheckedSplits
-from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
-from hybridrec.distributed.host_thread import settle_host_thread
-from hybridrec.distributed.input_dist import FeatureOrder, HashInputDist
-from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+from hybridrec.distributed.input_dist import HashInputDist
+from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.output_columns import OutputColumns, PooledAwaitable
 from hybridrec.distributed.output_dist import RankOrderPooledDist
-from hybridrec.distributed.verdict import Withdrawn, agree
-from hybridrec.distributed.watchdog import watched
-from hybridrec.errors import ConfigError, IdError, StateError
-from hybridrec.metrics import TableStats
+from hybridrec.distributed.sharded_collection import HashBatchContext, ShardedHashCollection
+from hybridrec.errors import IdError
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 from hybridrec.modules.input_check import check_features
 
 
 @dataclass
-class HashBatchContext(Multistreamable):  # type: ignore[misc]
-    """What one batch carries from its input dist to its output dist."""
+class PooledBatchContext(HashBatchContext):
+    """And what pooling needs."""
 
-    is_training: bool = True
-    """Whether the batch trains: the mode in force when the context was made."""
-    sharding_contexts: list[Any] = field(default_factory=list)
-    """One of TorchRec's; its input dist writes ``batch_size_per_rank`` there."""
     divisors: Tensor | None = None
     """float32 [S, F]: by what MEAN divides this rank's bags, features in the order of the lookup; None without MEAN
     tables. In host memory; from SWAP on where the output is."""
     inverse: Tensor | None = None
     """int64 [F, B]: the bag of each example of a variable batch (else None: examples are bags). Where: as above."""
-    error: Exception | None = None
-    """What this rank has against the batch; becomes every rank's error when the batch is mapped."""
-    has_ended: bool = False
-    """Whether this rank ran out of batches, and gives an empty one."""
-    mapped: MappedBatch | None = None
-    is_uploaded: bool = False
-    """Whether ``divisors`` and ``inverse`` are where the output is."""
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """The lookup does that for what it uploaded."""
 
 
-class ShardedHashEmbeddingBagCollection(
-    ShardedEmbeddingModule[KJTList, list[Tensor], KeyedTensor, HashBatchContext],  # type: ignore[misc]
-    FusedOptimizerModule,  # type: ignore[misc]
-):
-    """Row-wise sharded hashed tables: ids travel over the host group, pools over the device group.
+class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
+    """Row-wise sharded hashed tables that are pooled: partial pools travel, and are added in rank order."""
 
-    In training mode with grad enabled a forward trains (docs/design/transaction.md); else it reads and leaves no
-    trace. A batch that any rank refuses is undone on all, and all raise the same error. One caller at a time: forwards
-    from several threads are not ordered between ranks.
-    """
+    TABLES_NAME = "embedding_bags"
+    embedding_bags: nn.ModuleDict
 
     def __init__(
         self,
@@ -95,137 +60,25 @@ class ShardedHashEmbeddingBagCollection(
             host_group: Ids and verdicts travel over it (gloo).
             device: Where the output is.
         """
-        super().__init__(qcomm_codecs_registry=None)
+        super().__init__(
+            tables,
+            lookup,
+            is_weighted=module.is_weighted(),
+            device_group=device_group,
+            host_group=host_group,
+            device=device,
+        )
         self._configs = module.embedding_bag_configs()
-        self._table_configs = tuple(tables)
-        self._is_weighted = module.is_weighted()
-        self._device = device
-        self._host_group, self._device_group = host_group, device_group
-        by_name = {table.name: table for table in tables}
-        fed = [by_name[name] for name in lookup.table_names]
-        feature_names = [feature for table in fed for feature in table.feature_names]
-        self._feature_order = FeatureOrder(feature_names, is_weighted=self._is_weighted)
-        self._input_dists = [HashInputDist(host_group, len(feature_names))]
-        self._lookups = [lookup]
+        self._input_dists = [HashInputDist(host_group, sum(len(t.feature_names) for t in tables))]
         self._output_dists = [RankOrderPooledDist(device_group)]
-        self._columns = OutputColumns(tables, fed, device)
-        self._create_parameters(lookup)
+        self._columns = OutputColumns(tables, self._fed_tables, device)
 
-    # ---- TorchRec's stages ---------------------------------------------------------------------------------------
+    def create_context(self) -> PooledBatchContext:
+        return PooledBatchContext(is_training=self._trains())
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """All of TorchRec's stages. Raises `BackendError` if a rank is gone."""
-        with watched(self._host_group, "forward"):
-            return super().forward(*args, **kwargs)
-
-    def create_context(self) -> HashBatchContext:
-        return HashBatchContext(is_training=self._trains())
-
-    def input_dist(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
-        """DIST. A batch that this rank cannot use is replaced by an empty one, so that nobody waits in vain.
-
-        With an error in the context ``features`` is not looked at.
-        """
-        settle_host_thread(self._host_group)
-        if ctx.error is not None:
-            return self._send(ctx, self._feature_order.empty())
-        try:
-            check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
-            self._check_weights_need_no_grad(features, ctx.is_training)
-            with torch.no_grad():
-                if ctx.has_ended:
-                    check_without_samples(features)
-                ctx.inverse = self._feature_order.inverse(features)
-                features = self._feature_order.apply(features)
-        except Exception as e:  # travels to the other ranks, then every rank raises it
-            if self._host_group.size() == 1:
-                raise
-            ctx.error = e
-            features = self._feature_order.empty()
-        return self._send(ctx, features)
-
-    def _send(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
-        if self._columns.has_mean:
-            ctx.divisors = self._columns.divisors(features.lengths().view(len(features.keys()), features.stride()))
-        ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key()))
-        with torch.no_grad():
-            splits = KJTListSplitsAwaitable([self._input_dists[0](features)], ctx)
-        return CheckedSplits(splits, ctx, self._host_group.rank())
-
-    def map_batch(self, ctx: HashBatchContext, dist_input: Any, may_wait: Callable[[], bool] | None = None) -> bool:
-        """MAP and the ranks' verdict. Collective over the host group. Idempotent for a context.
-
-        Args:
-            ctx: Of the batch.
-            dist_input: What `input_dist` gave, waited for.
-            may_wait: Whether to wait for pins; see `PooledLookup.map`. Raises `Withdrawn` to take the batch back.
-
-        Returns:
-            Whether the batch is mapped; False if a rank took it back. It can be mapped again.
-
-        Raises:
-            HybridRecError: A rank refused; the batch is undone on all ranks.
-        """
-        if ctx.mapped is not None:
-            return True
-        settle_host_thread(self._host_group)
-        mapped: MappedBatch | None = None
-        error = ctx.error
-        lookup = self._lookups[0]
-        if error is None:
-            try:
-                if ctx.is_training:
-                    self._check_not_frozen()
-                result = lookup.map(dist_input[0], is_training=ctx.is_training, may_wait=may_wait)
-                if isinstance(result, MappedBatch):
-                    mapped = result
-                else:
-                    error = result
-            except Exception as e:  # travels to the other ranks, then is raised below
-                error = e
-        agreed = agree(error, self._host_group, is_training=ctx.is_training, has_ended=ctx.has_ended)
-        if agreed is not None:
-            if mapped is not None and mapped.transaction is not None:
-                mapped.transaction.undo()
-            if isinstance(agreed, Withdrawn):
-                return False
-            raise agreed from (None if agreed is error else error)
-        ctx.mapped = mapped
-        return True
-
-    def swap_batch(self, ctx: HashBatchContext) -> None:
-        """SWAP of a mapped batch: rows move to their slots, what the kernels need to where these are. Idempotent."""
-        assert ctx.mapped is not None
-        lookup = self._lookups[0]
-        if not ctx.is_uploaded:
-            ctx.divisors = None if ctx.divisors is None else lookup.upload(ctx.divisors)
-            ctx.inverse = None if ctx.inverse is None else lookup.upload(ctx.inverse)
-            ctx.is_uploaded = True
-        lookup.swap(ctx.mapped)
-
-    def unmap_batch(self, ctx: HashBatchContext) -> None:
-        """Take a mapped batch back whose lookup did not begin. Newest first; it can be mapped again. Not collective."""
-        self.release_batch(ctx)
-        ctx.mapped = None
-
-    def release_batch(self, ctx: HashBatchContext) -> None:
-        """The batch is over: what was not trained by a backward is undone."""
-        transaction = None if ctx.mapped is None else ctx.mapped.transaction
-        if transaction is not None and not transaction.is_final:
-            transaction.undo()
-
-    def _trains(self) -> bool:
-        return self.training and torch.is_grad_enabled()
-
-    def _check_not_frozen(self) -> None:
-        if all(parameter.requires_grad for parameter in self._lookups[0].slot_parameters):
-            return
-        for name, parameter in self.embedding_bags.named_parameters():
-            if not parameter.requires_grad:
-                raise StateError(
-                    f"table {name.partition('.')[0]!r}: requires_grad is False. A hashed table cannot be frozen in "
-                    "this version; call eval() on the collection, whose forward then only reads, or set it to True."
-                )
+    def _check_batch(self, features: KeyedJaggedTensor, ctx: HashBatchContext) -> None:
+        check_features(features, self._table_configs, self._is_weighted, where=type(self).__name__)
+        self._check_weights_need_no_grad(features, ctx.is_training)
 
     def _check_weights_need_no_grad(self, features: KeyedJaggedTensor, is_training: bool) -> None:
         weights = features.weights_or_none()
@@ -235,41 +88,26 @@ class ShardedHashEmbeddingBagCollection(
                 "they came from. Pass weights.detach(), or train weights in an unsharded collection."
             )
 
-    def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
-        """MAP and SWAP unless they happened, then COMPUTE: partial pools of all ranks' bags."""
-        self.map_batch(ctx, dist_input)
-        self.swap_batch(ctx)
-        return [self._lookups[0](ctx.mapped)]
+    def _look_at(self, ctx: PooledBatchContext, features: KeyedJaggedTensor) -> None:
+        ctx.inverse = self._feature_order.inverse(features)
 
-    def output_dist(self, ctx: HashBatchContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+    def _send_ids(self, ctx: PooledBatchContext, features: KeyedJaggedTensor) -> list[Awaitable[Awaitable[Any]]]:
+        if self._columns.has_mean:
+            ctx.divisors = self._columns.divisors(features.lengths().view(len(features.keys()), features.stride()))
+        return [self._input_dists[0](features)]
+
+    def _upload(self, ctx: PooledBatchContext) -> None:
+        lookup = self._lookups[0]
+        ctx.divisors = None if ctx.divisors is None else lookup.upload(ctx.divisors)
+        ctx.inverse = None if ctx.inverse is None else lookup.upload(ctx.inverse)
+
+    def output_dist(self, ctx: PooledBatchContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         sizes = ctx.sharding_contexts[0].batch_size_per_rank
         assert ctx.mapped is not None
         uploaded = [t for t in (ctx.divisors, ctx.inverse) if t is not None]
         if uploaded:
             self._lookups[0].use(uploaded, ctx.mapped.ready)
         return PooledAwaitable(self._output_dists[0](output[0], sizes), self._columns, ctx.divisors, ctx.inverse)
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        """Ids and verdicts travel over it."""
-        return self._host_group
-
-    @property
-    def device_group(self) -> dist.ProcessGroup:
-        """Pools travel over it."""
-        return self._device_group
-
-    @property
-    def lookup(self) -> PooledLookup:
-        """This rank's shards."""
-        return self._lookups[0]
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of KJTs that came on another device and were copied to the host."""
-        return self._feature_order.copied_bytes
-
-    # ---- what users call -----------------------------------------------------------------------------------------
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """As they were given to the unsharded collection."""
@@ -278,96 +116,6 @@ class ShardedHashEmbeddingBagCollection(
     def is_weighted(self) -> bool:
         return self._is_weighted
 
-    def stats(self) -> tuple[TableStats, ...]:
-        """Counters of this rank, one value a table, in the order of the tables. Not collective."""
-        by_name = {s.table: s for s in self._lookups[0].stats()}
-        return tuple(by_name[config.name] for config in self._table_configs)
-
-    @property
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """Of all tables; its ``param_groups`` carry the learning rates."""
-        return self._optimizer
-
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
         return HashEmbeddingBagCollection
-
-    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """All parameters are sharded: data parallelism leaves them alone."""
-        for name, _ in self.named_parameters(prefix):
-            yield name
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedHashEmbeddingBagCollection:
-        """Refuse what would move or convert the slots: `half()`, `to(other device)`, `share_memory()`.
-
-        Raises:
-            ConfigError: ``fn`` does not leave a tensor as it is. Nothing changed.
-        """
-        for parameter in self.parameters():
-            probe = torch.zeros_like(parameter[:1].detach())
-            address = probe.data_ptr()
-            moved = fn(probe)
-            if moved.data_ptr() != address or moved.dtype != probe.dtype or moved.device != probe.device:
-                raise ConfigError(
-                    f"{type(self).__name__}: the rows of hashed tables cannot be moved or converted once they are "
-                    f"sharded (they would go from {probe.dtype} on {probe.device} to {moved.dtype} on {moved.device}). "
-                    "Convert the dense part of the model, and choose device and dtype before sharding."
-                )
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Refused: the rows of hashed tables do not fit a state_dict of fixed shapes.
-
-        Raises:
-            StateError: Always, so that nobody saves a model and loses its rows.
-        """
-        raise self._no_state_dict("state_dict()")
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Refused, like `state_dict`."""
-        raise self._no_state_dict("load_state_dict()")
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise self._no_state_dict("load_state_dict()")
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        raise self._no_state_dict("state_dict()")
-
-    def _no_state_dict(self, call: str) -> StateError:
-        return _no_state_dict(call, ", ".join(repr(c.name) for c in self._table_configs))
-
-    def _create_parameters(self, lookup: PooledLookup) -> None:
-        """``embedding_bags.{table}.weight`` (views of the slots) and the fused optimizer over them."""
-        self.embedding_bags = nn.ModuleDict({c.name: _Slots(c.name) for c in self._table_configs})
-        for name, parameter in zip(lookup.table_names, lookup.slot_parameters, strict=True):
-            # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
-            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
-            self.embedding_bags[name].register_parameter("weight", parameter)
-        optimizers = []
-        for k, kernel in enumerate(lookup.kernels):
-            tables = lookup.kernel_tables(k)
-            params = {f"embedding_bags.{lookup.table_names[t]}.weight": lookup.slot_parameters[t] for t in tables}
-            optimizers.append(("", HashFusedOptimizer(kernel, params)))
-        self._optimizer = CombinedOptimizer(optimizers)
-
-
-class _Slots(nn.Module):
-    """Holds the parameter that is one table's slots; by itself it is no checkpoint."""
-
-    def __init__(self, table: str) -> None:
-        super().__init__()
-        self._table = table
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        raise _no_state_dict("state_dict()", repr(self._table))
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise _no_state_dict("load_state_dict()", repr(self._table))
-
-
-def _no_state_dict(call: str, tables: str) -> StateError:
-    return StateError(
-        f"{call}: the rows of the hashed tables {tables} cannot be saved or loaded this way in this version; without "
-        "them a checkpoint would be silently incomplete. For the dense part alone use "
-        "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
-    )

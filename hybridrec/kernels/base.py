@@ -42,10 +42,14 @@ class KernelSpec:
     optimizer: OptimizerSpec
     is_weighted: bool
     device: torch.device
+    is_pooled: bool = True
+    """False: a row for every id, of tables of one dim."""
 
     @property
     def total_dim(self) -> int:
-        """Columns of the pooled output: the sum of D over features."""
+        """Columns of the output: the sum of D over features; D if nothing is pooled."""
+        if not self.is_pooled:
+            return self.tables[0].dim
         return sum(self.tables[t].dim for t in self.feature_table)
 
 
@@ -74,7 +78,10 @@ class PendingUpdate:
 
 
 class LookupKernel(abc.ABC):
-    """Pooled (sum or weighted sum) lookup with an update fused into the backward."""
+    """Pooled (sum or weighted sum) lookup with an update fused into the backward.
+
+    If the spec is not pooled, there is a row of output for each id instead of each bag: [N, D] for [B, total_dim].
+    """
 
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
@@ -147,11 +154,15 @@ class LookupKernel(abc.ABC):
 
     def reader(self, num_slots: Sequence[int]) -> Self:
         """A kernel for lookups only, with the same forward arithmetic and its own slots (no optimizer state)."""
-        return type(self)(replace(self._with_slots(num_slots), optimizer=OptimizerSpec(kind="none")))
+        return self._like(replace(self._with_slots(num_slots), optimizer=OptimizerSpec(kind="none")))
 
     def transient(self, num_slots: Sequence[int]) -> Self:
         """A kernel with the same arithmetic, update included, over slots of its own."""
-        return type(self)(self._with_slots(num_slots))
+        return self._like(self._with_slots(num_slots))
+
+    def _like(self, spec: KernelSpec) -> Self:
+        """A kernel of the same class."""
+        return type(self)(spec)
 
     def _with_slots(self, num_slots: Sequence[int]) -> KernelSpec:
         tables = tuple(replace(t, num_slots=n) for t, n in zip(self.spec.tables, num_slots, strict=True))

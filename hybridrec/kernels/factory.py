@@ -11,6 +11,7 @@ from hybridrec.backend import KernelRequest, resolve_backend
 from hybridrec.errors import BackendError
 from hybridrec.kernels.base import KernelSpec, LookupKernel
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.sequence_kernel import SequenceKernel
 from hybridrec.kernels.torch_kernel import TorchKernel
 
 TableT = TypeVar("TableT")
@@ -44,13 +45,14 @@ def make_kernel(spec: KernelSpec) -> LookupKernel:
         kernel_name(spec.optimizer, dim=table.dim, is_weighted=spec.is_weighted, device=spec.device)
         for table in spec.tables
     }
+    assert len(names) == 1, f"tables of one spec need different kernels: {names}"
+    kernel_class: type[LookupKernel] = TorchKernel
     if names == {"tbe"}:
         # FBGEMM takes seconds to import and is not everywhere.
         from hybridrec.kernels.tbe_kernel import TbeKernel
 
-        return TbeKernel(spec)
-    assert names == {"torch"}, f"tables of one spec need different kernels: {names}"
-    return TorchKernel(spec)
+        kernel_class = TbeKernel
+    return kernel_class(spec) if spec.is_pooled else SequenceKernel(spec, kernel_class)
 
 
 def group_tables(

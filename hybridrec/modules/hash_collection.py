@@ -72,10 +72,9 @@ class HashCollection(nn.Module):
         """Table name -> rows that are alive."""
         return {bag.config.name: bag.num_rows for bag in self._bags()}
 
-    def parameter_of(self, table: str) -> nn.Parameter:
-        """The nominal parameter of a table, by its name."""
-        bag = cast(HashEmbeddingBag, self._tables_by_name()[table])
-        return bag.weight
+    def bag_of(self, table: str) -> HashEmbeddingBag:
+        """The rows and the nominal parameter of a table, by its name."""
+        return cast(HashEmbeddingBag, self._tables_by_name()[table])
 
     def get_extra_state(self) -> dict[str, Any]:
         """How many batches were trained (Adam's step)."""

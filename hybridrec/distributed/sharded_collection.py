@@ -1,0 +1,361 @@
+"""`ShardedHashCollection`: what the sharded hashed collections share, whatever they make of the rows.
+
+Between ids and rows everything is the same: DIST and its check, MAP and the ranks' verdict, SWAP, the lookup, undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.types import Awaitable
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+from hybridrec._compat.torchrec import (
+    EmbeddingShardingContext,
+    EmptyFusedOptimizer,
+    FusedOptimizerModule,
+    KJTList,
+    KJTListSplitsAwaitable,
+    ShardedEmbeddingModule,
+)
+from hybridrec.config import TableConfig
+from hybridrec.distributed.batch_contents import check_without_samples
+from hybridrec.distributed.exchange_check import CheckedSplits
+from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
+from hybridrec.distributed.host_thread import settle_host_thread
+from hybridrec.distributed.input_dist import FeatureOrder
+from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+from hybridrec.distributed.verdict import Withdrawn, agree
+from hybridrec.distributed.watchdog import watched
+from hybridrec.errors import ConfigError, StateError
+from hybridrec.metrics import TableStats
+
+
+@dataclass
+class HashBatchContext(Multistreamable):  # type: ignore[misc]
+    """What one batch carries from its input dist to its output dist."""
+
+    is_training: bool = True
+    """Whether the batch trains: the mode in force when the context was made."""
+    sharding_contexts: list[Any] = field(default_factory=list)
+    """One of TorchRec's; its input dist writes ``batch_size_per_rank`` there."""
+    error: Exception | None = None
+    """What this rank has against the batch; becomes every rank's error when the batch is mapped."""
+    has_ended: bool = False
+    """Whether this rank ran out of batches, and gives an empty one."""
+    mapped: MappedBatch | None = None
+    is_uploaded: bool = False
+    """Whether what the output needs besides is where the output is."""
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """The lookup does that for what it uploaded."""
+
+
+class ShardedHashCollection(
+    ShardedEmbeddingModule[KJTList, list[Tensor], Any, HashBatchContext],  # type: ignore[misc]
+    FusedOptimizerModule,  # type: ignore[misc]
+):
+    """Hashed tables over all ranks: ids travel over the host group, what is looked up over the device group.
+
+    In training mode with grad enabled a forward trains (docs/design/transaction.md); else it reads and leaves no
+    trace. A batch that any rank refuses is undone on all, and all raise the same error. One caller at a time: forwards
+    from several threads are not ordered between ranks.
+    """
+
+    TABLES_NAME: str
+    """Of the child that holds the tables' parameters, as TorchRec calls it."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        lookup: PooledLookup,
+        *,
+        is_weighted: bool,
+        device_group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            tables: Resolved, in the order of the collection.
+            lookup: This rank's shards; its tables may be in another order.
+            is_weighted: Whether ids carry weights to the lookup.
+            device_group: What is looked up travels over it.
+            host_group: Ids and verdicts travel over it (gloo).
+            device: Where the output is.
+        """
+        super().__init__(qcomm_codecs_registry=None)
+        self._table_configs = tuple(tables)
+        self._is_weighted = is_weighted
+        self._device = device
+        self._host_group, self._device_group = host_group, device_group
+        by_name = {table.name: table for table in tables}
+        self._fed_tables = [by_name[name] for name in lookup.table_names]
+        """In the order of the lookup."""
+        feature_names = [feature for table in self._fed_tables for feature in table.feature_names]
+        self._feature_order = FeatureOrder(feature_names, is_weighted=is_weighted)
+        self._lookups = [lookup]
+        self._create_parameters(lookup)
+
+    # ---- what a kind of collection does its own way --------------------------------------------------------------
+
+    def _check_batch(self, features: KeyedJaggedTensor, ctx: HashBatchContext) -> None:
+        """Refuse a batch that cannot be looked up exactly."""
+        raise NotImplementedError
+
+    def _look_at(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> None:
+        """Note what the output needs of the batch as the user passed it."""
+
+    def _send_ids(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> list[Awaitable[Awaitable[Any]]]:
+        """Begin to send the ids, features in the order of the lookup; collective over the host group."""
+        raise NotImplementedError
+
+    def _received(self, dist_input: Any) -> KeyedJaggedTensor:
+        """The keys that this rank owns, out of what `_send_ids` of all ranks gave."""
+        keys: KeyedJaggedTensor = dist_input[0]
+        return keys
+
+    def _upload(self, ctx: HashBatchContext) -> None:
+        """Send to the device what the output needs besides the rows."""
+
+    # ---- TorchRec's stages ---------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """All of TorchRec's stages. Raises `BackendError` if a rank is gone."""
+        with watched(self._host_group, "forward"):
+            return super().forward(*args, **kwargs)
+
+    def create_context(self) -> HashBatchContext:
+        return HashBatchContext(is_training=self._trains())
+
+    def input_dist(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
+        """DIST. A batch that this rank cannot use is replaced by an empty one, so that nobody waits in vain.
+
+        With an error in the context ``features`` is not looked at.
+        """
+        settle_host_thread(self._host_group)
+        if ctx.error is not None:
+            return self._send(ctx, self._feature_order.empty())
+        try:
+            self._check_batch(features, ctx)
+            with torch.no_grad():
+                if ctx.has_ended:
+                    check_without_samples(features)
+                self._look_at(ctx, features)
+                features = self._feature_order.apply(features)
+        except Exception as e:  # travels to the other ranks, then every rank raises it
+            if self._host_group.size() == 1:
+                raise
+            ctx.error = e
+            features = self._feature_order.empty()
+        return self._send(ctx, features)
+
+    def _send(self, ctx: HashBatchContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
+        ctx.sharding_contexts.append(EmbeddingShardingContext(batch_size_per_feature_pre_a2a=features.stride_per_key()))
+        with torch.no_grad():
+            splits = KJTListSplitsAwaitable(self._send_ids(ctx, features), ctx)
+        return CheckedSplits(splits, ctx, self._host_group.rank())
+
+    def map_batch(self, ctx: HashBatchContext, dist_input: Any, may_wait: Callable[[], bool] | None = None) -> bool:
+        """MAP and the ranks' verdict. Collective over the host group. Idempotent for a context.
+
+        Args:
+            ctx: Of the batch.
+            dist_input: What `input_dist` gave, waited for.
+            may_wait: Whether to wait for pins; see `PooledLookup.map`. Raises `Withdrawn` to take the batch back.
+
+        Returns:
+            Whether the batch is mapped; False if a rank took it back. It can be mapped again.
+
+        Raises:
+            HybridRecError: A rank refused; the batch is undone on all ranks.
+        """
+        if ctx.mapped is not None:
+            return True
+        settle_host_thread(self._host_group)
+        mapped: MappedBatch | None = None
+        error = ctx.error
+        lookup = self._lookups[0]
+        if error is None:
+            try:
+                if ctx.is_training:
+                    self._check_not_frozen()
+                result = lookup.map(self._received(dist_input), is_training=ctx.is_training, may_wait=may_wait)
+                if isinstance(result, MappedBatch):
+                    mapped = result
+                else:
+                    error = result
+            except Exception as e:  # travels to the other ranks, then is raised below
+                error = e
+        agreed = agree(error, self._host_group, is_training=ctx.is_training, has_ended=ctx.has_ended)
+        if agreed is not None:
+            if mapped is not None and mapped.transaction is not None:
+                mapped.transaction.undo()
+            if isinstance(agreed, Withdrawn):
+                return False
+            raise agreed from (None if agreed is error else error)
+        ctx.mapped = mapped
+        return True
+
+    def swap_batch(self, ctx: HashBatchContext) -> None:
+        """SWAP of a mapped batch: rows move to their slots, what the kernels need to where these are. Idempotent."""
+        assert ctx.mapped is not None
+        if not ctx.is_uploaded:
+            self._upload(ctx)
+            ctx.is_uploaded = True
+        self._lookups[0].swap(ctx.mapped)
+
+    def unmap_batch(self, ctx: HashBatchContext) -> None:
+        """Take a mapped batch back whose lookup did not begin. Newest first; it can be mapped again. Not collective."""
+        self.release_batch(ctx)
+        ctx.mapped = None
+
+    def release_batch(self, ctx: HashBatchContext) -> None:
+        """The batch is over: what was not trained by a backward is undone."""
+        transaction = None if ctx.mapped is None else ctx.mapped.transaction
+        if transaction is not None and not transaction.is_final:
+            transaction.undo()
+
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _check_not_frozen(self) -> None:
+        if all(parameter.requires_grad for parameter in self._lookups[0].slot_parameters):
+            return
+        for name, parameter in self.get_submodule(self.TABLES_NAME).named_parameters():
+            if not parameter.requires_grad:
+                raise StateError(
+                    f"table {name.partition('.')[0]!r}: requires_grad is False. A hashed table cannot be frozen in "
+                    "this version; call eval() on the collection, whose forward then only reads, or set it to True."
+                )
+
+    def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
+        """MAP and SWAP unless they happened, then COMPUTE: what the lookup gives for all ranks' batches."""
+        self.map_batch(ctx, dist_input)
+        self.swap_batch(ctx)
+        return [self._lookups[0](ctx.mapped)]
+
+    @property
+    def table_configs(self) -> tuple[TableConfig, ...]:
+        """The tables, resolved, in the order of the collection."""
+        return self._table_configs
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """Ids and verdicts travel over it."""
+        return self._host_group
+
+    @property
+    def device_group(self) -> dist.ProcessGroup:
+        """What is looked up travels over it."""
+        return self._device_group
+
+    @property
+    def lookup(self) -> PooledLookup:
+        """This rank's shards."""
+        return self._lookups[0]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of KJTs that came on another device and were copied to the host."""
+        return self._feature_order.copied_bytes
+
+    # ---- what users call -----------------------------------------------------------------------------------------
+
+    def stats(self) -> tuple[TableStats, ...]:
+        """Counters of this rank, one value a table, in the order of the tables. Not collective."""
+        by_name = {s.table: s for s in self._lookups[0].stats()}
+        return tuple(by_name[config.name] for config in self._table_configs)
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """Of all tables; its ``param_groups`` carry the learning rates."""
+        return self._optimizer
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """All parameters are sharded: data parallelism leaves them alone."""
+        for name, _ in self.named_parameters(prefix):
+            yield name
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedHashCollection:
+        """Refuse what would move or convert the slots: `half()`, `to(other device)`, `share_memory()`.
+
+        Raises:
+            ConfigError: ``fn`` does not leave a tensor as it is. Nothing changed.
+        """
+        for parameter in self.parameters():
+            probe = torch.zeros_like(parameter[:1].detach())
+            address = probe.data_ptr()
+            moved = fn(probe)
+            if moved.data_ptr() != address or moved.dtype != probe.dtype or moved.device != probe.device:
+                raise ConfigError(
+                    f"{type(self).__name__}: the rows of hashed tables cannot be moved or converted once they are "
+                    f"sharded (they would go from {probe.dtype} on {probe.device} to {moved.dtype} on {moved.device}). "
+                    "Convert the dense part of the model, and choose device and dtype before sharding."
+                )
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Refused: the rows of hashed tables do not fit a state_dict of fixed shapes.
+
+        Raises:
+            StateError: Always, so that nobody saves a model and loses its rows.
+        """
+        raise self._no_state_dict("state_dict()")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Refused, like `state_dict`."""
+        raise self._no_state_dict("load_state_dict()")
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise self._no_state_dict("load_state_dict()")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise self._no_state_dict("state_dict()")
+
+    def _no_state_dict(self, call: str) -> StateError:
+        return _no_state_dict(call, ", ".join(repr(c.name) for c in self._table_configs))
+
+    def _create_parameters(self, lookup: PooledLookup) -> None:
+        """``{TABLES_NAME}.{table}.weight`` (views of the slots) and the fused optimizer over them."""
+        slots = nn.ModuleDict({c.name: _Slots(c.name) for c in self._table_configs})
+        self.add_module(self.TABLES_NAME, slots)
+        for name, parameter in zip(lookup.table_names, lookup.slot_parameters, strict=True):
+            # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
+            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+            slots[name].register_parameter("weight", parameter)
+        optimizers = []
+        for k, kernel in enumerate(lookup.kernels):
+            tables = lookup.kernel_tables(k)
+            params = {f"{self.TABLES_NAME}.{lookup.table_names[t]}.weight": lookup.slot_parameters[t] for t in tables}
+            optimizers.append(("", HashFusedOptimizer(kernel, params)))
+        self._optimizer = CombinedOptimizer(optimizers)
+
+
+class _Slots(nn.Module):
+    """Holds the parameter that is one table's slots; by itself it is no checkpoint."""
+
+    def __init__(self, table: str) -> None:
+        super().__init__()
+        self._table = table
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        raise _no_state_dict("state_dict()", repr(self._table))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise _no_state_dict("load_state_dict()", repr(self._table))
+
+
+def _no_state_dict(call: str, tables: str) -> StateError:
+    return StateError(
+        f"{call}: the rows of the hashed tables {tables} cannot be saved or loaded this way in this version; without "
+        "them a checkpoint would be silently incomplete. For the dense part alone use "
+        "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
+    )
