@@ -31,6 +31,7 @@ from hybridrec.kernels.factory import make_kernel
 from hybridrec.metrics import TableStats
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import Plan, PlanStatus
+from hybridrec.store.row_export import RowExport, export_shard
 from hybridrec.types import SlotArrays
 
 logger = logging.getLogger("hybridrec")
@@ -281,6 +282,14 @@ class PooledLookup(nn.Module):
     def flush(self) -> None:
         """Write every row that is newer on the device back to the store. No batch may be in flight and not moved."""
         self.log.flush()
+
+    def export_rows(self, table: str, *, above_score: int = 0, chunk_rows: int | None = None) -> RowExport:
+        """This rank's committed rows of a table as they are now; see `export_shard`. Flushes first."""
+        self._require_whole()
+        self.flush()
+        t = self.table_names.index(table)
+        layout = self._tables[t].layout
+        return export_shard(self._group, t, layout, above_score=above_score, chunk_rows=chunk_rows)
 
     def forward(self, batch: MappedBatch) -> Tensor:
         """COMPUTE: float32 [bags of all ranks, columns of all kernels], on the device."""

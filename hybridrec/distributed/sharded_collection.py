@@ -36,6 +36,7 @@ from hybridrec.distributed.verdict import Withdrawn, agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import TableStats
+from hybridrec.store.row_export import RowExport
 
 
 @dataclass
@@ -273,6 +274,32 @@ class ShardedHashCollection(
         """Counters of this rank, one value a table, in the order of the tables. Not collective."""
         by_name = {s.table: s for s in self._lookups[0].stats()}
         return tuple(by_name[config.name] for config in self._table_configs)
+
+    def export_rows(self, table: str, *, chunk_rows: int | None = None) -> RowExport:
+        """This rank's rows of a table as of the last committed batch, ascending by id, in chunks of host memory.
+
+        Batches that a pipeline prepares are taken back first, and rows that are newer on the device are written to the
+        host. Collective.
+
+        Args:
+            table: Its name.
+            chunk_rows: Most rows of a chunk; None: chunks of 4 MiB.
+
+        Raises:
+            ConfigError: There is no such table.
+        """
+        if table not in self._lookups[0].table_names:
+            raise ConfigError(f"export_rows: there is no table {table!r}. Tables: {self._lookups[0].table_names}.")
+        self.take_back_prepared()
+        return self._lookups[0].export_rows(table, chunk_rows=chunk_rows)
+
+    def take_back_prepared(self) -> None:
+        """Take back what a pipeline prepared ahead: the shards are as the committed batches left them. Collective."""
+        owner = getattr(self.__dict__.get("forward"), "owner", None)  # of a `PipelinedCall`
+        pipeline = None if owner is None else owner()
+        if pipeline is not None:
+            pipeline.withdraw()
+        settle_host_thread(self._host_group)
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:

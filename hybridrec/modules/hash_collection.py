@@ -17,8 +17,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from hybridrec._compat.grad_scaler import refuse_scaled_losses
 from hybridrec.backend import HOST, parse_device
 from hybridrec.config import TableConfig, resolve_tables
-from hybridrec.errors import StateError
+from hybridrec.errors import ConfigError, StateError
 from hybridrec.modules.hash_table import HashEmbeddingBag
+from hybridrec.store.row_export import RowExport
 
 _META = torch.device("meta")
 
@@ -71,6 +72,20 @@ class HashCollection(nn.Module):
     def num_rows(self) -> dict[str, int]:
         """Table name -> rows that are alive."""
         return {bag.config.name: bag.num_rows for bag in self._bags()}
+
+    def export_rows(self, table: str, *, chunk_rows: int = 65536) -> RowExport:
+        """All rows of a table as they are now, ascending by id, in chunks of host memory.
+
+        Args:
+            table: Its name.
+            chunk_rows: Most rows of a chunk.
+
+        Raises:
+            ConfigError: There is no such table.
+        """
+        if table not in self._tables_by_name():
+            raise ConfigError(f"export_rows: there is no table {table!r}. Tables: {sorted(self.num_rows())}.")
+        return self.bag_of(table).export_rows(chunk_rows)
 
     def bag_of(self, table: str) -> HashEmbeddingBag:
         """The rows and the nominal parameter of a table, by its name."""

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from hybridrec.backend import HOST
 from hybridrec.config import TableConfig
-from hybridrec.errors import CapacityError, ConfigError
+from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.optimizer_rules import updated_rows
 from hybridrec.modules.nominal_parameter import conversion_probe, nominal_parameter
 from hybridrec.native import initial_rows, mix64, table_seed
 from hybridrec.native.protocol import ShardSpec
+from hybridrec.store.row_export import RowChunk, RowExport
 from hybridrec.types import FullPolicy
 
 PROTECTED_BATCHES = 12
@@ -46,6 +47,7 @@ class HashEmbeddingBag(nn.Module):
         self._row_of_id: dict[int, int] = {}
         self._score_of_id: dict[int, int] = {}  # ordinal of the last batch that used the id
         self._free_rows: list[int] = []
+        self._version = 0  # rises whenever rows change
         self._rows = torch.empty((0, config.embedding_dim), dtype=torch.float32, device=device)
         self._states: tuple[Tensor, ...] = ()
         self._spec = ShardSpec(
@@ -105,6 +107,42 @@ class HashEmbeddingBag(nn.Module):
         if self.config.max_rows is not None:  # else there is always room: do not even make the set
             self._victims(set(ids_N.tolist()), ordinal=ordinal)
 
+    def export_rows(self, chunk_rows: int = 65536) -> RowExport:
+        """All rows, ascending by id, in chunks of host memory; see `RowExport`.
+
+        Args:
+            chunk_rows: Most rows of a chunk.
+
+        Raises:
+            StateError: When a chunk is read, if rows were trained or loaded since.
+        """
+        ids = sorted(self._row_of_id)
+        numbers = torch.tensor([self._row_of_id[i] for i in ids], dtype=torch.int64, device=self.rows_device)
+        scores = torch.tensor([self._score_of_id[i] for i in ids], dtype=torch.int64, device=HOST)
+        is_attached = len(getattr(self.weight, "_optimizer_classes", [])) == 1
+        states = self.optimizer()[0].row_states() if self._states and is_attached else ()
+        names = [s.name for s in states] or [f"state_{i}" for i in range(len(self._states))]
+        version, position = self._version, 0
+
+        def read(n: int) -> RowChunk:
+            nonlocal position
+            if self._version != version:
+                raise StateError(
+                    f"table {self.config.name!r}: its rows changed while they were exported. Begin the export again."
+                )
+            part = slice(position, position + n)
+            weights_ND, *states = (t[numbers[part]].to(HOST) for t in (self._rows, *self._states))
+            chunk_ids = torch.tensor(ids[part], dtype=torch.int64, device=HOST)
+            position += n
+            return RowChunk(
+                ids_N=chunk_ids,
+                scores_N=scores[part],
+                weights_ND=weights_ND,
+                states=dict(zip(names, states, strict=True)),
+            )
+
+        return RowExport(len(ids), chunk_rows, read, lambda: None)
+
     # ---- training ------------------------------------------------------------------------------------------------
 
     def optimizer(self) -> tuple[OptimizerSpec, float]:
@@ -147,6 +185,7 @@ class HashEmbeddingBag(nn.Module):
             ConfigError: See `optimizer`. CapacityError: See `check_room`. Nothing changed.
         """
         spec, learning_rate = self.optimizer()
+        self._version += 1
         unique_ids_U, inverse_N = torch.unique(ids_N, return_inverse=True)
         grads_UD = grads_ND.new_zeros((len(unique_ids_U), self.config.embedding_dim))
         grads_UD.index_add_(0, inverse_N.to(grads_ND.device), grads_ND)
@@ -244,6 +283,7 @@ class HashEmbeddingBag(nn.Module):
                 f"table {self.config.name!r}: rows in the state_dict have shape {list(rows.shape)} for {len(ids):,} "
                 f"ids, the table has embedding_dim={self.config.embedding_dim}. Load it under the config of the save."
             )
+        self._version += 1
         self._row_of_id = {i: row for row, i in enumerate(ids)}
         self._score_of_id = dict(zip(ids, state["scores"].tolist(), strict=True))
         self._free_rows = []

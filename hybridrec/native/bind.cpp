@@ -4,6 +4,7 @@
 // (bind_slots and banks: as long as the group lives); 0 is legal for empty arrays. Every call releases the GIL.
 // Errors: ValueError = bad argument, RuntimeError = not legal now, MemoryError; nothing changed then.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -247,6 +248,28 @@ void bind_reads(nb::class_<ShardGroup>& group) {
             g.write_records(table, at<const uint32_t>(rows), num_rows, at<const float>(records));
           },
           "table"_a, "rows_ptr"_a, "num_rows"_a, "records_ptr"_a, WithoutGil(), "uint32 [n], float32 [n, D(1 + M) + A]")
+      .def(
+          "export_begin",
+          [](ShardGroup& g, size_t table, uint64_t above_score) { return g.export_begin(table, above_score); },
+          "table"_a, "above_score"_a, WithoutGil(), "(handle, R)")
+      .def(
+          "export_next",
+          [](ShardGroup& g, uint64_t handle, size_t num_rows, Address ids, Address scores, Address records) {
+            g.export_next(handle, num_rows, at<int64_t>(ids), at<int64_t>(scores), at<float>(records));
+          },
+          "handle"_a, "num_rows"_a, "ids_ptr"_a, "scores_ptr"_a, "records_ptr"_a, WithoutGil(),
+          "int64 [n], int64 [n], float32 [n, D(1 + M) + A] are written.")
+      .def("export_end", &ShardGroup::export_end, "handle"_a, WithoutGil())
+      .def(
+          "import_rows",
+          [](ShardGroup& g, size_t table, size_t num_rows, Address ids, Address scores, Address records) {
+            g.import_rows(table, num_rows, at<const int64_t>(ids), at<const int64_t>(scores), at<const float>(records));
+          },
+          "table"_a, "num_rows"_a, "ids_ptr"_a, "scores_ptr"_a, "records_ptr"_a, WithoutGil(),
+          "int64 [n], int64 [n], float32 [n, D(1 + M) + A]")
+      .def("clear_rows", &ShardGroup::clear_rows, "table"_a, WithoutGil())
+      .def("ordinal", &ShardGroup::ordinal, WithoutGil())
+      .def("set_ordinal", &ShardGroup::set_ordinal, "ordinal"_a, WithoutGil())
       .def("counters", &counters, "table"_a, "The 17 fields of protocol.Counters.")
       .def("check", &ShardGroup::check, WithoutGil(), "Raise if an internal invariant is broken; for tests.");
 }

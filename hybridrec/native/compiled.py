@@ -162,6 +162,35 @@ class CompiledShardGroup:
         with _errors():
             self._group.write_records(table, _address(rows), len(rows), _address(records))
 
+    def export_begin(self, table: int, above_score: int) -> tuple[int, int]:
+        with _errors():
+            handle, num_rows = self._group.export_begin(table, above_score)
+        return int(handle), int(num_rows)
+
+    def export_next(self, handle: int, ids: Tensor, scores: Tensor, records: Tensor) -> None:
+        with _errors():
+            self._group.export_next(handle, len(ids), ids.data_ptr(), scores.data_ptr(), records.data_ptr())
+
+    def export_end(self, handle: int) -> None:
+        with _errors():
+            self._group.export_end(handle)
+
+    def import_rows(self, table: int, ids: Tensor, scores: Tensor, records: Tensor) -> None:
+        with _errors():
+            self._group.import_rows(table, len(ids), ids.data_ptr(), scores.data_ptr(), records.data_ptr())
+
+    def clear_rows(self, table: int) -> None:
+        with _errors():
+            self._group.clear_rows(table)
+
+    def ordinal(self) -> int:
+        with _errors():
+            return int(self._group.ordinal())
+
+    def set_ordinal(self, ordinal: int) -> None:
+        with _errors():
+            self._group.set_ordinal(ordinal)
+
     def counters(self, table: int) -> Counters:
         with _errors():
             return Counters(*self._group.counters(table))

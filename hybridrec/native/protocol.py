@@ -252,6 +252,37 @@ class ShardGroup(Protocol):
     def write_records(self, table: int, rows: np.ndarray, records: np.ndarray) -> None:
         """float32 [n, D * (1 + M) + A] -> store, for live rows that are not dirty in a slot. Clean slots go stale."""
 
+    def export_begin(self, table: int, above_score: int) -> tuple[int, int]:
+        """Begin to read the table's committed rows: (handle, R), of those whose score is above ``above_score``.
+
+        What is read is the state now, without the batches in flight, as if they were undone, newest first; whatever
+        happens afterwards. Legal when every batch in flight is moved and no slot of the table is dirty (``flush``).
+        Memory: 16 bytes a row, and a copy of each row that is written back before it was read.
+        """
+
+    def export_next(self, handle: int, ids: object, scores: object, records: object) -> None:
+        """int64 [n], int64 [n], float32 [n, D * (1 + M) + A], written: the next n rows, ascending by id."""
+
+    def export_end(self, handle: int) -> None:
+        """Let go of an export; legal at any time, also a second time."""
+
+    def import_rows(self, table: int, ids: object, scores: object, records: object) -> None:
+        """int64 [n], int64 [n], float32 [n, D * (1 + M) + A]: insert rows, or replace those that live.
+
+        Ids, not keys. A score is an ordinal from 1 to the newest one given. Of an id that comes twice the last one
+        counts. Row numbers are given as by ``plan``; records go to the store, rows lose their slots; ``max_rows`` is
+        not asked: the next plan evicts or refuses. Legal when no batch is open. All or nothing.
+        """
+
+    def clear_rows(self, table: int) -> None:
+        """Drop all rows of a table, as if it had been made anew, but for its counters. Legal when no batch is open."""
+
+    def ordinal(self) -> int:
+        """The newest ordinal that was given and not given back; 0 before the first plan."""
+
+    def set_ordinal(self, ordinal: int) -> None:
+        """The next plan gets ``ordinal + 1``. Legal when no batch is open; to lower it, all tables must be empty."""
+
     def counters(self, table: int) -> Counters: ...
 
 

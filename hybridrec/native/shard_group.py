@@ -60,6 +60,7 @@ class ShardGroup:
         self._bound: dict[int, tuple[Tensor, ...]] = {}  # the core has their addresses
         self._flushing = [0] * len(self._specs)  # rows of every table at the last flush_slots
         self._read_counts: dict[int, list[int]] = {}  # handle -> U of every table
+        self._exported: dict[int, int] = {}  # handle -> table
         is_compiled = (core or serving_core()) == "compiled"
         self._core: Any = (CompiledShardGroup if is_compiled else reference.ShardGroup)(
             self._specs, host_budget_bytes=host_budget_bytes, num_threads=num_threads
@@ -292,6 +293,83 @@ class ShardGroup:
         """Forget a read plan; legal at any time, also a second time."""
         if self._read_counts.pop(handle, None) is not None:
             self._core.end_read(handle)
+
+    # ---- snapshots -----------------------------------------------------------------------------------------------
+
+    def export_begin(self, table: int, *, above_score: int = 0) -> tuple[int, int]:
+        """Begin to read the committed rows of a table as they are now: (handle, R).
+
+        Args:
+            table: Index.
+            above_score: Only rows whose score is above that: those that batches after this ordinal trained.
+
+        Raises:
+            StateError: A batch is planned and not moved, or slots are dirty: call `flush`. Nothing changed.
+        """
+        check_table("export_begin", table, len(self._specs))
+        if not 0 <= above_score < 2**32:
+            raise ConfigError(f"export_begin: above_score={above_score}. Accepted: 0 to 2^32 - 1.")
+        handle, num_rows = self._core.export_begin(table, above_score)
+        self._exported[handle] = table
+        return handle, num_rows
+
+    def export_next(self, handle: int, ids: Tensor, scores: Tensor, records: Tensor) -> None:
+        """The next n rows of an export, ascending by id.
+
+        Args:
+            handle: Of `export_begin`.
+            ids: int64 [n], written.
+            scores: int64 [n], written: ordinal of the last committed batch that used the row.
+            records: float32 [n, D * (1 + M) + A], written.
+        """
+        table = self._exported.get(handle)
+        if table is None:
+            raise StateError(f"export_next: export {handle} has ended or never was. Make one with export_begin().")
+        self._check_rows_of("export_next", table, ids, scores, records)
+        self._core.export_next(handle, self._give(ids), self._give(scores), self._give(records))
+
+    def export_end(self, handle: int) -> None:
+        """Let go of an export; legal at any time, also a second time."""
+        self._exported.pop(handle, None)
+        self._core.export_end(handle)
+
+    def import_rows(self, table: int, ids: Tensor, scores: Tensor, records: Tensor) -> None:
+        """Insert rows, or replace those that live; all or nothing. No batch may be open.
+
+        Args:
+            table: Index.
+            ids: int64 [n].
+            scores: int64 [n], each from 1 to the newest ordinal; see `set_ordinal`.
+            records: float32 [n, D * (1 + M) + A].
+
+        Raises:
+            StateError: A batch is in flight, or the host budget has no room. Nothing changed.
+        """
+        check_table("import_rows", table, len(self._specs))
+        self._check_rows_of("import_rows", table, ids, scores, records)
+        self._core.import_rows(table, self._give(ids), self._give(scores), self._give(records))
+
+    def _check_rows_of(self, call: str, table: int, ids: Tensor, scores: Tensor, records: Tensor) -> None:
+        spec = self._specs[table]
+        check_tensor(call, "ids", ids, torch.int64, [None])
+        check_tensor(call, "scores", scores, torch.int64, [len(ids)])
+        width = spec.dim * (1 + spec.num_row_states) + spec.num_row_wise_states
+        check_tensor(call, "records", records, torch.float32, [len(ids), width])
+
+    def clear_rows(self, table: int) -> None:
+        """Drop all rows of a table, as if it had been made anew, but for its counters. No batch may be open."""
+        self._core.clear_rows(check_table("clear_rows", table, len(self._specs)))
+
+    @property
+    def ordinal(self) -> int:
+        """The newest ordinal that was given and not given back; 0 before the first plan."""
+        return int(self._core.ordinal())
+
+    def set_ordinal(self, ordinal: int) -> None:
+        """Let the next plan get ``ordinal + 1``. No batch may be open; to lower it, all tables must be empty."""
+        if ordinal < 0:
+            raise ConfigError(f"set_ordinal: {ordinal}. Accepted: 0 and more.")
+        self._core.set_ordinal(ordinal)
 
     # ---- for statistics, tests and export ------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class TableModel:
         self, live: dict[int, tuple[int, int]], uniques: list[int], num_new: int, ordinal: int
     ) -> list[tuple[int, int]] | None:
         excess = len(live) + num_new - self.spec.max_rows
-        if self.spec.full_policy == "grow" or excess <= 0:
+        if self.spec.full_policy == "grow" or excess <= 0 or not num_new:
             return []
         in_flight = {row for b in self.open if not b.is_committed for row in b.rows.values()}
         old = sorted(

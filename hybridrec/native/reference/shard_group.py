@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.native.protocol import Counters, Plan, PlanStatus, ShardSpec
 from hybridrec.native.reference.journal import BatchJournal
+from hybridrec.native.reference.mix64 import mix64
 from hybridrec.native.reference.open_batches import OpenBatches
+from hybridrec.native.reference.row_snapshot import RowSnapshot, SnapshotRow, committed_scores, ids_of
 from hybridrec.native.reference.table_shard import Decision, Records, Refusal, SlotMemory, TableShard
 
 Int64s = NDArray[np.int64]
@@ -40,6 +42,8 @@ class ShardGroup:
         self._flushing_version = 0  # at the last flush_slots
         self._reads: dict[int, list[list[int]]] = {}  # handle -> unique keys of every table
         self._last_handle = 0
+        self._exports: dict[int, RowSnapshot] = {}
+        self._last_export = 0
         self._lock = threading.RLock()
 
     # ---- slots ---------------------------------------------------------------------------------------------------
@@ -337,6 +341,92 @@ class ShardGroup:
                 f"{call} needs {extra:,} bytes of host memory and {self._budget - self._host_bytes():,} are left of "
                 "the budget. Raise host_memory_bytes. Nothing changed."
             )
+
+    # ---- snapshots -----------------------------------------------------------------------------------------------
+
+    def export_begin(self, table: int, above_score: int) -> tuple[int, int]:
+        with self._lock:
+            shard = self._tables[table]
+            self._open.require_all_moved("export_begin")
+            if shard.slots.dirty_slots():
+                raise StateError(
+                    f"export_begin: rows of table {shard.spec.name!r} are newer in their slots than in the store. Call "
+                    "flush(). Nothing changed."
+                )
+            scores = committed_scores(shard.ids, list(self._open), table, shard.spec.max_rows)
+            rows = [row for row, score in scores.items() if score > above_score]
+            found = zip(ids_of(shard.ids, rows), rows, strict=True)
+            snapshot = [SnapshotRow(i, scores[row], shard.store.read(row).copy()) for i, row in sorted(found)]
+            self._last_export += 1
+            self._exports[self._last_export] = RowSnapshot(table, snapshot)
+            return self._last_export, len(snapshot)
+
+    def export_next(self, handle: int, ids: Int64s, scores: Int64s, records: Records) -> None:
+        with self._lock:
+            snapshot = self._exports.get(handle)
+            if snapshot is None or len(ids) > len(snapshot):
+                left = "it has ended or never was" if snapshot is None else f"{len(snapshot)} rows are left"
+                raise ConfigError(f"export_next of {len(ids)} rows of export {handle}: {left}. Nothing changed.")
+            rows = snapshot.take(len(ids))
+            ids[...] = [row.id for row in rows]
+            scores[...] = [row.score for row in rows]
+            records[...] = np.array([row.record for row in rows], dtype=np.float32).reshape(records.shape)
+
+    def export_end(self, handle: int) -> None:
+        with self._lock:
+            self._exports.pop(handle, None)
+
+    def import_rows(self, table: int, ids: Int64s, scores: Int64s, records: Records) -> None:
+        with self._lock:
+            self._require_no_batches("import_rows")
+            shard = self._tables[table]
+            for id_, score in zip(ids.tolist(), scores.tolist(), strict=True):
+                if not 1 <= score <= self._last_ordinal:
+                    raise ConfigError(
+                        f"import_rows: table {shard.spec.name!r}: id {id_} has score {score}. Accepted: 1 to "
+                        f"{self._last_ordinal}, the newest ordinal; see set_ordinal(). Nothing changed."
+                    )
+            keys = np.empty_like(ids)
+            mix64(ids, keys)
+            extra = shard.host_bytes_of_import(keys.tolist())
+            if self._budget and self._host_bytes() + extra > self._budget:
+                raise StateError(
+                    f"import_rows: table {shard.spec.name!r} needs {self._host_bytes() + extra:,} bytes of host memory "
+                    f"in all, the budget is {self._budget:,}. Nothing changed."
+                )
+            shard.import_rows(keys.tolist(), scores.tolist(), records)
+            self._dirty_version += 1
+
+    def clear_rows(self, table: int) -> None:
+        with self._lock:
+            self._require_no_batches("clear_rows")
+            if any(snapshot.table == table for snapshot in self._exports.values()):
+                raise StateError(
+                    f"clear_rows: table {self._tables[table].spec.name!r} is being exported. Nothing changed."
+                )
+            self._tables[table] = self._tables[table].without_rows()
+            self._dirty_version += 1
+
+    def ordinal(self) -> int:
+        with self._lock:
+            return self._last_ordinal
+
+    def set_ordinal(self, ordinal: int) -> None:
+        with self._lock:
+            self._require_no_batches("set_ordinal")
+            if ordinal >= MAX_PLANS - 1:
+                raise ConfigError(f"set_ordinal: ordinals end at {MAX_PLANS - 2:,}. Nothing changed.")
+            if ordinal < self._last_ordinal and any(len(shard.ids) for shard in self._tables):
+                raise StateError(
+                    f"set_ordinal: {ordinal} is below the newest ordinal, {self._last_ordinal}, that rows may bear. "
+                    "Call clear_rows() for all tables. Nothing changed."
+                )
+            self._last_ordinal = ordinal
+            self._num_plans = max(self._num_plans, ordinal)
+
+    def _require_no_batches(self, call: str) -> None:
+        for batch in self._open:
+            raise StateError(f"{call}: batch {batch.ordinal} is in flight. Commit or undo it first. Nothing changed.")
 
     # ---- what is there -------------------------------------------------------------------------------------------
 

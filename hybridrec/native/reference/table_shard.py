@@ -404,6 +404,36 @@ class TableShard:
         self.ids.drop(row)
         self.ids.free(row)
 
+    # ---- rows that come from outside --------------------------------------------------------------------------------
+
+    def host_bytes_of_import(self, keys: list[int]) -> int:
+        """Host memory that `import_rows` will allocate."""
+        new = list(dict.fromkeys(key for key in keys if self.ids.find(key) is None))
+        numbers = self.ids.next_numbers(len(new))
+        known = [row for key in keys if (row := self.ids.find(key)) is not None]
+        chunks = self.store.missing_chunks([*numbers, *known])
+        beyond = sum(number >= self.ids.num_numbers for number in numbers)
+        return self.store.chunk_bytes(len(chunks)) + beyond * ROW_INDEX_BYTES
+
+    def import_rows(self, keys: list[int], scores: list[int], records: Records) -> None:
+        """Insert or replace rows; their values go to the store, what a slot holds of them is forgotten."""
+        for key, score, record in zip(keys, scores, records, strict=True):
+            row = self.ids.find(key)
+            if row is None:
+                row = self.ids.insert(key, score)
+            elif self.slots.slot_of(row) >= 0:
+                self.slots.free(self.slots.slot_of(row))
+            self.ids.score_of_row[row] = score
+            self.store.allocate([row])
+            self.store.write(row, record)
+
+    def without_rows(self) -> TableShard:
+        """A shard in this one's place, with its slots' memory and counters."""
+        fresh = TableShard(self.spec)
+        fresh.slots = SlotIndex(self.slots.num_slots)
+        fresh.memory, fresh.counters = self.memory, self.counters
+        return fresh
+
     # ---- records of the store --------------------------------------------------------------------------------------
 
     def require_stored(self, rows: list[int], call: str) -> None:

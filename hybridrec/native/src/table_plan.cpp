@@ -6,6 +6,7 @@
 #include <new>
 #include <unordered_set>
 
+#include "hybridrec/mix64.h"
 #include "hybridrec/table_shard.h"
 #include "hybridrec/unique_keys.h"
 
@@ -128,6 +129,7 @@ bool TableShard::evict(uint64_t count, uint32_t ordinal, TableJournal& journal) 
 
 bool TableShard::apply_quota(uint32_t ordinal, TableJournal& journal, Refusal& refusal) {
   const uint64_t rows = ids_.size();
+  if (journal.inserted == 0) return true;  // imported rows may be more than that
   if (spec_.full_policy == FullPolicy::kGrow || spec_.max_rows == 0 || rows <= spec_.max_rows) return true;
   if (spec_.full_policy == FullPolicy::kEvict && evict(rows - spec_.max_rows, ordinal, journal)) return true;
   refusal = {PlanStatus::kQuota, rows, spec_.max_rows, 0};
@@ -212,6 +214,32 @@ bool TableShard::store_new_rows(const TableJournal& journal, Refusal& refusal) {
     if (unique.is_inserted()) write_initial_record(unique.row);
   }
   return true;
+}
+
+// Of rows that come from outside: numbers for the ids and room for their records, or nothing at all.
+Refusal TableShard::make_rows(const int64_t* ids, size_t num_rows, std::vector<uint32_t>& rows) {
+  std::vector<uint32_t> inserted;
+  Refusal refusal;
+  rows.reserve(num_rows);
+  inserted.reserve(num_rows);
+  const bool fits = allocate_chunks([&] {
+    for (size_t i = 0; i < num_rows; ++i) {
+      const uint64_t before = ids_.size();
+      const IdEntry* entry = find_or_insert(static_cast<int64_t>(mix64(static_cast<uint64_t>(ids[i]))), refusal);
+      if (entry == nullptr) return false;
+      rows.push_back(entry->row);
+      if (ids_.size() != before) inserted.push_back(entry->row);
+      if (!allocate_chunk_of(entry->row)) return false;
+    }
+    return true;
+  });
+  if (fits) return refusal;
+  if (refusal.status == PlanStatus::kOk) refusal = host_budget_refusal();
+  for (size_t i = inserted.size(); i-- > 0;) {
+    ids_.erase(key_of_row_[inserted[i]]);
+    free_row_number(inserted[i]);
+  }
+  return refusal;
 }
 
 // A batch that is aside: rows -> their numbers in order of first occurrence, which is that of the journal.

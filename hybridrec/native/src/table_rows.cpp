@@ -52,6 +52,7 @@ uint64_t TableShard::growth_bound(uint64_t n) const {
 }
 
 void TableShard::write_record(uint32_t row, uint32_t slot) {
+  if (!snapshots_.empty()) keep_for_snapshots(row);
   float* record = store_.record(row);
   const uint64_t dim = spec_.dim;
   stream_floats(record, bound_.weights + slot * dim, dim);
@@ -112,12 +113,14 @@ void TableShard::load(const TableJournal& journal) {
 }
 
 void TableShard::write_staged_record(uint32_t row, const float* record) {
+  if (!snapshots_.empty()) keep_for_snapshots(row);
   const uint64_t floats = record_floats() - spec_.num_row_wise_states;
   stream_floats(store_.record(row), record, floats);
   for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) *store_.row_wise(row, a) = record[floats + a];
 }
 
 void TableShard::write_initial_record(uint32_t row) {
+  if (!snapshots_.empty()) keep_for_snapshots(row);
   float* record = store_.record(row);
   std::vector<float*> states(spec_.num_row_states);
   for (size_t m = 0; m < states.size(); ++m) states[m] = record + (m + 1) * spec_.dim;
@@ -276,9 +279,7 @@ void TableShard::prefetch_stored(const uint32_t* rows, size_t i, size_t num_rows
 
 void TableShard::read_record(uint32_t row, float* out) const {
   require_stored(row);
-  const uint64_t floats = record_floats() - spec_.num_row_wise_states;
-  std::memcpy(out, store_.record(row), floats * sizeof(float));
-  for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) out[floats + a] = *store_.row_wise(row, a);
+  read_stored(row, out);
 }
 
 void TableShard::write_record(uint32_t row, const float* record) {

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "hybridrec/table_shard.h"
@@ -80,6 +81,13 @@ class ShardGroup {
   size_t num_entries(size_t table);
   void entries(size_t table, int64_t* keys, uint32_t* rows, uint32_t* scores, int64_t* slots, uint32_t* pins);
   void read_records(size_t table, const uint32_t* rows, size_t num_rows, float* out);
+  std::pair<uint64_t, size_t> export_begin(size_t table, uint64_t above_score);
+  void export_next(uint64_t handle, size_t num_rows, int64_t* ids, int64_t* scores, float* records);
+  void export_end(uint64_t handle);
+  void import_rows(size_t table, size_t num_rows, const int64_t* ids, const int64_t* scores, const float* records);
+  void clear_rows(size_t table);
+  uint64_t ordinal();
+  void set_ordinal(uint64_t ordinal);
   Counters counters(size_t table);
   // Throws std::logic_error if an invariant is broken; for tests.
   void check();
@@ -95,6 +103,10 @@ class ShardGroup {
     std::vector<TableJournal> tables;
   };
   using Batches = std::deque<std::unique_ptr<Batch>>;
+  struct Export {
+    size_t table;
+    std::unique_ptr<RowSnapshot> snapshot;
+  };
 
   TableShard& table_at(size_t table);
   Plan plan_batch(const KeyBatch& batch, int64_t* slots, bool is_aside);
@@ -107,6 +119,8 @@ class ShardGroup {
   void require_all_moved(const char* call) const;
   void require_bound(const Batch* batch, const char* call) const;
   void require_room_for_flush(const char* call) const;
+  void require_no_batches(const char* call) const;
+  Export& export_at(uint64_t handle);
   void finalize_front();
   const std::vector<std::vector<int64_t>>& read_at(uint64_t handle) const;
   std::vector<uint64_t> staging_offsets(const Batch& batch, bool of_victims) const;
@@ -125,6 +139,8 @@ class ShardGroup {
   uint64_t flushing_version_ = 0;  // at the last flush_slots()
   std::map<uint64_t, std::vector<std::vector<int64_t>>> reads_;  // handle -> per table, unique keys
   uint64_t next_read_ = 1;
+  std::map<uint64_t, Export> exports_;  // by handle
+  uint64_t next_export_ = 1;
   UniqueKeys unique_keys_;
   ThreadPool threads_;
 };

@@ -12,6 +12,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
@@ -21,6 +22,7 @@
 #include "hybridrec/initial_rows.h"
 #include "hybridrec/journal.h"
 #include "hybridrec/memory.h"
+#include "hybridrec/row_snapshot.h"
 #include "hybridrec/row_store.h"
 #include "hybridrec/slot_index.h"
 
@@ -74,6 +76,13 @@ using KeyRanges = std::vector<std::pair<size_t, size_t>>;
 struct LaterJournal {
   TableJournal* journal;
   bool is_committed;
+};
+
+// A journal of a batch that is planned and neither committed nor undone.
+struct InFlightJournal {
+  const TableJournal* journal;
+  uint32_t ordinal;
+  bool is_before_committed;  // a later batch is committed, so that what this one evicted may have no room any more
 };
 
 class TableShard {
@@ -146,6 +155,18 @@ class TableShard {
   void batch_rows(const TableJournal& journal, uint32_t* rows, int64_t* slots) const;
   // Rows of these batches are not evicted by the next plan: batches aside have no pins that would keep them.
   void keep_rows_of(std::vector<const TableJournal*> journals) { kept_ = std::move(journals); }
+
+  // The rows as they would be if all batches in flight were undone, newest first; ascending by id; those whose score is
+  // above `above_score`. No slot is dirty. Must be ended before the shard goes.
+  std::unique_ptr<RowSnapshot> begin_snapshot(std::span<const InFlightJournal> newest_first, uint32_t above_score);
+  void end_snapshot(const RowSnapshot* snapshot);
+  // The next rows of a snapshot.
+  void read_snapshot(RowSnapshot& snapshot, size_t num_rows, int64_t* ids, int64_t* scores, float* records) const;
+  // Inserts or replaces rows, whose records go to the store; no batch is in flight. Refused, nothing changed.
+  Refusal import_rows(const int64_t* ids, const int64_t* scores, const float* records, size_t num_rows);
+  // For a new shard that takes the place of another: its slots' memory and counters.
+  void take_over(const TableShard& old);
+
   Counters counters() const;
   void count_rejection() { ++counters_.rejected; }
   uint64_t num_rows() const { return ids_.size(); }
@@ -186,6 +207,10 @@ class TableShard {
   void write_staged_record(uint32_t row, const float* record);
   void write_initial_record(uint32_t row);
   void require_stored(uint32_t row) const;
+  std::vector<SnapshotRow> committed_rows(std::span<const InFlightJournal> newest_first) const;
+  void read_stored(uint32_t row, float* out) const;
+  void keep_for_snapshots(uint32_t row);
+  Refusal make_rows(const int64_t* ids, size_t num_rows, std::vector<uint32_t>& rows);
   void read_slot_record(const float* staging_record, uint32_t row);
   void fill_initial(int64_t key, float* weights, std::span<float* const> row_states) const;
   Refusal host_budget_refusal() const;
@@ -204,6 +229,7 @@ class TableShard {
   PageArray<uint32_t> old_uses_;  // of the current plan: the unique rows' slots' former last use
   std::vector<uint32_t> new_chunks_;  // of the current plan
   std::vector<const TableJournal*> kept_;
+  std::vector<RowSnapshot*> snapshots_;  // being read
   Counters counters_;
 };
 

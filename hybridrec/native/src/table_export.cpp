@@ -1,0 +1,120 @@
+// TableShard: rows that leave for a snapshot and rows that come from one.
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "hybridrec/mix64.h"
+#include "hybridrec/table_shard.h"
+
+namespace hybridrec {
+
+namespace {
+
+constexpr size_t kRowsAhead = 8;
+
+int64_t id_of(int64_t key) { return static_cast<int64_t>(unmix64(static_cast<uint64_t>(key))); }
+
+}  // namespace
+
+// What the batches in flight did to the table, played back without changing it: see undo().
+std::vector<SnapshotRow> TableShard::committed_rows(std::span<const InFlightJournal> newest_first) const {
+  std::unordered_map<uint32_t, uint32_t> old_scores;  // of rows that batches in flight use; kInserted: not there
+  uint64_t size = ids_.size();
+  std::vector<SnapshotRow> restored;
+  std::unordered_set<int64_t> restored_keys;
+  for (const InFlightJournal& batch : newest_first) {
+    const TableJournal& journal = *batch.journal;
+    for (uint32_t u = 0; u < journal.num_uniques; ++u) {
+      const Unique unique = journal.uniques[u];
+      const auto known = old_scores.find(unique.row);
+      const uint32_t score = known != old_scores.end() ? known->second : ids_.find(key_of_row_[unique.row])->score;
+      if (score != batch.ordinal) continue;  // a later batch used it and is committed
+      old_scores[unique.row] = unique.is_inserted() ? kInserted : unique.old_score;
+      size -= unique.is_inserted();
+    }
+    for (size_t e = journal.evicted.size(); e-- > 0;) {
+      const EvictedRow& evicted = journal.evicted[e];
+      const IdEntry* entry = ids_.find(evicted.key);
+      const bool is_live = entry != nullptr && !(old_scores.contains(entry->row) && old_scores[entry->row] == kInserted);
+      if ((batch.is_before_committed && size >= spec_.max_rows) || is_live || !restored_keys.insert(evicted.key).second) continue;
+      restored.push_back({id_of(evicted.key), evicted.row, evicted.score});
+      ++size;
+    }
+  }
+  std::vector<SnapshotRow> rows = std::move(restored);
+  rows.reserve(size);
+  ids_.for_each([&](const IdEntry& entry) {
+    const auto found = old_scores.empty() ? old_scores.end() : old_scores.find(entry.row);
+    const uint32_t score = found == old_scores.end() ? entry.score : found->second;
+    if (score != kInserted) rows.push_back({id_of(entry.key), entry.row, score});
+  });
+  std::sort(rows.begin(), rows.end(), [](const SnapshotRow& a, const SnapshotRow& b) { return a.id < b.id; });
+  return rows;
+}
+
+std::unique_ptr<RowSnapshot> TableShard::begin_snapshot(std::span<const InFlightJournal> newest_first,
+                                                        uint32_t above_score) {
+  std::vector<SnapshotRow> rows = committed_rows(newest_first);
+  std::erase_if(rows, [&](const SnapshotRow& row) { return row.score <= above_score; });
+  auto snapshot = std::make_unique<RowSnapshot>(budget_, std::move(rows), next_unused_row_);
+  snapshots_.push_back(snapshot.get());
+  return snapshot;
+}
+
+void TableShard::end_snapshot(const RowSnapshot* snapshot) { std::erase(snapshots_, snapshot); }
+
+void TableShard::read_stored(uint32_t row, float* out) const {
+  const uint64_t floats = record_floats() - spec_.num_row_wise_states;
+  std::memcpy(out, store_.record(row), floats * sizeof(float));
+  for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) out[floats + a] = *store_.row_wise(row, a);
+}
+
+void TableShard::keep_for_snapshots(uint32_t row) {
+  for (RowSnapshot* snapshot : snapshots_) {
+    if (!snapshot->waits_for(row)) continue;
+    std::vector<float> record(record_floats());
+    read_stored(row, record.data());
+    snapshot->keep(row, std::move(record));
+  }
+}
+
+void TableShard::read_snapshot(RowSnapshot& snapshot, size_t num_rows, int64_t* ids, int64_t* scores,
+                               float* records) const {
+  for (size_t i = 0; i < num_rows; ++i, records += record_floats()) {
+    const uint32_t ahead = snapshot.row_ahead(kRowsAhead).row;
+    if (snapshot.waits_for(ahead)) store_.prefetch_record(ahead);
+    const auto [row, kept] = snapshot.take();
+    ids[i] = row.id;
+    scores[i] = row.score;
+    if (kept.empty()) {
+      read_stored(row.row, records);
+    } else {
+      std::copy(kept.begin(), kept.end(), records);
+    }
+  }
+}
+
+Refusal TableShard::import_rows(const int64_t* ids, const int64_t* scores, const float* records, size_t num_rows) {
+  std::vector<uint32_t> rows;
+  const Refusal refusal = make_rows(ids, num_rows, rows);
+  if (refusal.status != PlanStatus::kOk) return refusal;
+  for (size_t i = 0; i < num_rows; ++i, records += record_floats()) {
+    const uint32_t row = rows[i];
+    if (slot_of_row_[row] != kNoSlot) {  // what the slot holds is not the row's value any more
+      slots_.release(slot_of_row_[row]);
+      slot_of_row_[row] = kNoSlot;
+    }
+    ids_.find(key_of_row_[row])->score = static_cast<uint32_t>(scores[i]);
+    write_staged_record(row, records);
+  }
+  stream_fence();
+  return refusal;
+}
+
+void TableShard::take_over(const TableShard& old) {
+  bound_ = old.bound_;
+  counters_ = old.counters_;
+}
+
+}  // namespace hybridrec

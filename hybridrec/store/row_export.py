@@ -1,0 +1,123 @@
+"""Rows that leave a table part by part: `RowChunk`, `RowExport`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridrec.errors import ConfigError
+from hybridrec.native import ShardGroup
+from hybridrec.store.row_state_layout import FLOAT_BYTES, RowStateLayout
+
+CHUNK_BYTES = 4 * 2**20
+"""Records of a chunk, unless the caller asks for a number of rows: little enough that training hardly waits for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChunk:
+    """Some rows of a table, ascending by id, in host memory."""
+
+    ids_N: Tensor
+    """int64 [N]"""
+    scores_N: Tensor
+    """int64 [N]: the ordinal of the last committed batch that used the row."""
+    weights_ND: Tensor
+    """float32 [N, D]"""
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+    """Optimizer state by name: float32 [N, D], or [N] of a state that has one value a row."""
+
+
+class RowExport(Iterator[RowChunk]):
+    """The committed rows of one table as they were when the export began; chunks can be read once.
+
+    Of a shard: what happens to the table afterwards changes nothing of it; it takes memory until it is read to its end
+    or closed. Of an unsharded table: reading on after rows changed raises `StateError`.
+    """
+
+    def __init__(
+        self, num_rows: int, chunk_rows: int, read: Callable[[int], RowChunk], close: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            num_rows: R.
+            chunk_rows: Most rows of a chunk.
+            read: The next n rows.
+            close: Called once, at the end.
+        """
+        if chunk_rows < 1:
+            close()
+            raise ConfigError(f"chunk_rows={chunk_rows}. Pass how many rows a chunk may have, 1 or more.")
+        self.num_rows = num_rows
+        """R: all of them, those that were read already too."""
+        self._chunk_rows, self._read, self._close = chunk_rows, read, close
+        self._num_left, self._is_closed = num_rows, False
+
+    def __next__(self) -> RowChunk:
+        if self._is_closed or not self._num_left:
+            self.close()
+            raise StopIteration
+        chunk = self._read(min(self._chunk_rows, self._num_left))
+        self._num_left -= len(chunk.ids_N)
+        return chunk
+
+    def close(self) -> None:
+        """Let go of what was not read; legal at any time."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            self.close()
+
+
+def export_shard(
+    group: ShardGroup, table: int, layout: RowStateLayout, *, above_score: int = 0, chunk_rows: int | None = None
+) -> RowExport:
+    """The committed rows of one table of a shard group as they are now, without the batches in flight.
+
+    Args:
+        group: Its slots were flushed.
+        table: Index.
+        layout: Of its rows.
+        above_score: Only rows that batches after this ordinal trained.
+        chunk_rows: Most rows of a chunk; None: as many as make `CHUNK_BYTES`.
+
+    Raises:
+        StateError: Slots are newer than the store, or rows of a batch are still to be moved.
+    """
+    if chunk_rows is None:
+        chunk_rows = max(1, CHUNK_BYTES // (layout.record_floats * FLOAT_BYTES))
+    handle, num_rows = group.export_begin(table, above_score=above_score)
+
+    def read(n: int) -> RowChunk:
+        ids_N, scores_N = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
+        records = torch.empty((n, layout.record_floats), dtype=torch.float32)
+        group.export_next(handle, ids_N, scores_N, records)
+        weights_ND, states = split_records(records, layout)
+        return RowChunk(ids_N=ids_N, scores_N=scores_N, weights_ND=weights_ND, states=states)
+
+    return RowExport(num_rows, chunk_rows, read, lambda: group.export_end(handle))
+
+
+def split_records(records: Tensor, layout: RowStateLayout) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights [N, D] and states by name, [N, D] or [N], out of float32 [N, record]; views."""
+    slices = layout.record_slices
+    states = {s.name: records[:, slices[s.name]] for s in layout.states}
+    for state in layout.row_wise_states:
+        states[state.name] = states[state.name].squeeze(1)
+    return records[:, slices["weights"]], states
+
+
+def join_records(weights_ND: Tensor, states: Mapping[str, Tensor], layout: RowStateLayout) -> Tensor:
+    """float32 [N, record] of weights and states: what `split_records` takes apart. A copy."""
+    records = weights_ND.new_empty((len(weights_ND), layout.record_floats))
+    slices = layout.record_slices
+    records[:, slices["weights"]] = weights_ND
+    for state in layout.states:
+        part = states[state.name]
+        records[:, slices[state.name]] = part.unsqueeze(1) if state.is_row_wise else part
+    return records
