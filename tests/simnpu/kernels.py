@@ -28,6 +28,7 @@ from tests.simnpu.memory import (
     touch,
     view_of,
 )
+from tests.simnpu.missing import refuse_missing
 from tests.simnpu.ordering import current_stream, timeline
 
 aten = torch.ops.aten
@@ -56,8 +57,10 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         RuntimeError: Host tensors of more than one element are among its arguments.
+        NotImplementedError: See `missing.refuse_missing`.
         SyncHazard: See `memory.touch`.
     """
+    refuse_missing(op._schema.name)
     with timeline.lock:
         return _Call(op).run(args, kwargs)
 
