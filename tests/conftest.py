@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
 import torch
 
 from tests.ranks import RankKind, RankPool, RankPools
+from tools.status_matrix import VERSIONS_OF
 
 MAX_WORLD_SIZE = 4
 MAX_NPU_WORLD_SIZE = 2
@@ -38,6 +41,14 @@ def _is_device_available(device_type: str) -> bool:
         return bool(torch.get_device_module(device_type).is_available())
     except RuntimeError:  # torch does not know the name: the device's extension is not installed
         return False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions_in_the_report(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """What a file of results ran on; see tools/status_matrix.py."""
+    for name in VERSIONS_OF:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            record_testsuite_property(name, importlib.metadata.version(name))
 
 
 @pytest.fixture(scope="session")

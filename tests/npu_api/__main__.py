@@ -1,9 +1,12 @@
-"""``python -m tests.npu_api``: does the torch-npu that is pinned have all that hybridrec calls? Needs no NPU, no CANN.
+"""``python -m tests.npu_api``: do torch-npu and fbgemm-ascend, as pinned, have all that hybridrec calls?
+
+Needs no NPU and no CANN.
 
 Started by `make npu-api` in the environment `.venv-npu-stack`, where torch-npu's wheel lies unpacked beside the
 packages. The real wheel is imported over libraries that stand in for CANN (stub.py): device memory is host memory, and
 no kernel computes anything. What is found out is that names exist and are called rightly, that copies, streams and
-events work through torch-npu's own code, and that each operator which training runs on the device has a kernel there.
+events work through torch-npu's own code, that each operator which training runs on the device has a kernel there, and
+that tables in host memory train as they should once fbgemm-ascend is imported.
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ def main() -> int:
             "PYTHONPATH": os.pathsep.join([str(WHEELS), str(Path.cwd())]),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "GLOO_SOCKET_IFNAME": "lo",
+            "FBGEMM_ASCEND_FORCE_BUILD_VER": "A2",  # of the stub's chip, for which there is no npu-smi to ask
         }
         command = [sys.executable, "-m", "tests.npu_api.checks", str(stub), str(stub / "operators.json")]
+        command += sys.argv[1:]
         return subprocess.run(command, env=env, check=False).returncode
 
 

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 
+from tests.npu_api.lists import aten_missing, compare, fbgemm_present, operators_of_tables, runs_on_npu
+from tests.simnpu.missing import ATEN_MISSING, FBGEMM_PRESENT
+
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("device_backends", "hybridrec", "examples")
 OF_STREAMS = ("wait_event", "wait_stream", "record_event", "synchronize", "query")
 OF_EVENTS = ("record", "wait", "synchronize", "query")
-_ANY_DEVICE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+OF_TABLES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+"""Optimizers that both libraries have for tables."""
 
 
 def names_of_device_module() -> set[str]:
@@ -90,20 +94,46 @@ def check_collectives() -> str:
 
 def check_operators(operators: list[str]) -> str:
     """A kernel of torch-npu's own, or one that is made of others; the rest would run on the CPU, with copies."""
-    dispatcher: Any = torch._C
     import fbgemm_gpu  # noqa: F401 - its operators are among them
 
     assert len(operators) > 20, operators
-    has = dispatcher._dispatch_has_kernel_for_dispatch_key
-    lacking = [o for o in operators if not has(o, "PrivateUse1") and not any(has(o, key) for key in _ANY_DEVICE)]
+    lacking = [name for name in operators if not runs_on_npu(name)]
     assert not lacking, f"would fall back to the CPU: {', '.join(lacking)}"
     return f"{len(operators)} operators, none missing"
 
 
-def main(stub: Path, operators: list[str]) -> int:
+def check_fbgemm_ascend() -> str:
+    """Every operator that FBGEMM's tables call is registered, for the chip that the environment names."""
+    import fbgemm_ascend  # noqa: F401
+
+    names = operators_of_tables(OF_TABLES)
+    lacking = [name for name in names if not runs_on_npu(name)]
+    assert not lacking, f"fbgemm-ascend lacks {', '.join(lacking)}"
+    return f"tables find {', '.join(name.removeprefix('fbgemm::') for name in names)}"
+
+
+def check_host_tables() -> str:
+    """After the import of fbgemm_ascend tables in host memory train what an unlimited table does, bit for bit."""
+    import torch.distributed as dist
+
+    from tests.distributed.pipelines import run_pipeline_against_oracle
+    from tests.distributed.scenario import OPTIMIZERS, Scenario, run_against_oracle
+
+    assert "fbgemm_ascend" in sys.modules
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name in OPTIMIZERS:
+            run_against_oracle(Scenario(optimizer=name, steps=10))
+        run_pipeline_against_oracle(Scenario(cache="tenth", steps=10), 3)
+    finally:
+        dist.destroy_process_group()
+    return f"{', '.join(OPTIMIZERS)}, the pipeline"
+
+
+def main(stub: Path, operators: list[str], *, update: bool) -> int:
     """Print a line a check; the exit status says whether all held."""
     failed = 0
-    for name, check in _all(stub, operators):
+    for name, check in _all(stub, operators, update=update):
         try:
             print(f"ok      {name}: {check() or 'done'}", flush=True)
         except Exception as e:
@@ -112,15 +142,19 @@ def main(stub: Path, operators: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _all(stub: Path, operators: list[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _all(stub: Path, operators: list[str], *, update: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "import", lambda: import_torch_npu(stub)
     yield "names", check_names
     yield "backend", check_backend
     yield "collectives", check_collectives
     yield "operators", lambda: check_operators(operators)
+    yield "torch-npu lacks", lambda: compare(ATEN_MISSING, aten_missing(), update=update)
+    yield "fbgemm-ascend", check_fbgemm_ascend  # from here on FBGEMM is changed in this process
+    yield "fbgemm-ascend has", lambda: compare(FBGEMM_PRESENT, fbgemm_present(), update=update)
+    yield "host tables", check_host_tables
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))
+    status = main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), update="--update" in sys.argv[3:])
     sys.stdout.flush()
     os._exit(status)  # torch-npu's own end asks CANN for more than the stub has

@@ -60,7 +60,7 @@ def run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
         NotImplementedError: See `missing.refuse_missing`.
         SyncHazard: See `memory.touch`.
     """
-    refuse_missing(op._schema.name)
+    refuse_missing(op._schema.name, op._schema.overload_name)
     with timeline.lock:
         return _Call(op).run(args, kwargs)
 

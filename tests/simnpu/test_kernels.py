@@ -124,33 +124,38 @@ def test_fbgemm_s_operators_run(npu_pools: RankPools) -> None:
     npu_pools[1].run(fbgemm_operators)
 
 
-def use_missing() -> list[str]:
-    """Operators without a kernel on a real NPU, which would run on the CPU there."""
+def use_missing() -> tuple[list[str], list[str]]:
+    """Operators without a kernel on a real NPU, which would run on the CPU there: what is refused, and what runs."""
     import torchrec  # noqa: F401  # registers FBGEMM's
 
     ids, offsets = torch.tensor([1, 2, 2], device=NPU), torch.tensor([0, 2, 3], device=NPU)
     bag = nn.EmbeddingBag(4, 4, include_last_offset=True).to(NPU)
-    refused = []
+    refused, ran = [], []
     for use in (
         lambda: bag(ids, offsets).sum().backward(),
-        lambda: ids << ids,
         lambda: torch.segment_reduce(torch.ones(3, device=NPU), "sum", lengths=torch.tensor([1, 2], device=NPU)),
+        lambda: torch.ones(3, device=NPU).geometric_(0.5),
         lambda: torch.ops.fbgemm.expand_into_jagged_permute(ids.int(), ids.int(), ids.int(), 3),
         lambda: torch.ops.fbgemm.invert_permute(torch.tensor([1, 0], dtype=torch.int32, device=NPU)),
+        lambda: torch.ops.fbgemm.offsets_range(ids, 5),  # there on an A2, not on an A3
+        lambda: ids << ids,
+        lambda: torch.ops.fbgemm.asynchronous_complete_cumsum(ids),
     ):
         try:
-            use()
+            ran.append(use().tolist())
         except NotImplementedError as e:
             refused.append(str(e).partition(": ")[0])
-    return refused
+    return refused, ran
 
 
 def test_what_a_real_npu_lacks_is_refused(npu_pools: RankPools) -> None:
-    (refused,) = npu_pools[1].run(use_missing)
+    ((refused, ran),) = npu_pools[1].run(use_missing)
     assert refused[0].startswith("aten::_embedding_bag") and refused[0].endswith("backward")
     assert refused[1:] == [
-        "aten::__lshift__",
         "aten::segment_reduce",
+        "aten::geometric_",
         "fbgemm::expand_into_jagged_permute",
         "fbgemm::invert_permute",
+        "fbgemm::offsets_range",
     ]
+    assert ran == [[2, 8, 8], [0, 1, 3, 5]]
