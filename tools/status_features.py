@@ -29,8 +29,7 @@ def _distributed(*names: str) -> tuple[str, ...]:
 FEATURES = (
     Feature(
         title="losses, rows and states equal an unlimited table's bit for bit, after every one of 200 steps "
-        "(simulated: "
-        "30) with evictions at every step, W = 1 and 2 (3 and 4 pairwise)",
+        "(simulated: 30) with evictions at every step, W = 1 and 2 (3 and 4 pairwise)",
         title_zh="损失、行和状态与不限容量的表逐比特一致:200 步(模拟:30 步)中的每一步之后,且每步都有淘汰,"
         "W = 1 和 2(3 和 4 为两两组合)",
         cpu=_distributed("oracle.py"),
@@ -57,8 +56,7 @@ FEATURES = (
     ),
     Feature(
         title="the train pipeline gives the same bits at depths 1 to 12 and W = 1 to 4, pairwise, with random "
-        "delays in "
-        "every stage, resets, direct calls and switches of iterator and mode in between",
+        "delays in every stage, resets, direct calls and switches of iterator and mode in between",
         title_zh="训练流水线在深度 1 到 12、W = 1 到 4(两两组合)上结果逐比特一致,包括每个阶段的随机延迟,"
         "以及其间的重置、直接调用和迭代器、模式切换",
         cpu=_distributed("pipeline_oracle.py", "pipeline_life.py"),
@@ -76,8 +74,7 @@ FEATURES = (
     ),
     Feature(
         title="batches in every form of `KeyedJaggedTensor`, variable batch per feature, dims 1 to 2048: the same "
-        "bits, "
-        "or refused by name (simulated: variable batch)",
+        "bits, or refused by name (simulated: variable batch)",
         title_zh="各种形式的 `KeyedJaggedTensor` 批次、每个特征的可变批大小、维度 1 到 2048:逐比特一致,或指名拒绝"
         "(模拟:可变批大小)",
         cpu=_distributed("kjt_forms.py", "vbe.py"),
