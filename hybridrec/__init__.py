@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         HybridEmbeddingBagCollectionSharder,
         HybridHashEmbeddingBagCollectionSharder,
         get_default_hybrid_sharders,
+        register_default_sharders,
+        unregister_default_sharders,
     )
     from hybridrec.errors import BackendError, CapacityError, ConfigError, HybridRecError, IdError, StateError
     from hybridrec.metrics import PipelineStats, TableStats
@@ -48,6 +50,8 @@ __all__ = [
     "__version__",
     "describe_plan",
     "get_default_hybrid_sharders",
+    "register_default_sharders",
+    "unregister_default_sharders",
 ]
 
 _NAMES_BY_MODULE = {
@@ -58,6 +62,8 @@ _NAMES_BY_MODULE = {
         "HybridEmbeddingBagCollectionSharder",
         "HybridHashEmbeddingBagCollectionSharder",
         "get_default_hybrid_sharders",
+        "register_default_sharders",
+        "unregister_default_sharders",
     ),
     "hybridrec.errors": ("BackendError", "CapacityError", "ConfigError", "HybridRecError", "IdError", "StateError"),
     "hybridrec.metrics": ("PipelineStats", "TableStats"),

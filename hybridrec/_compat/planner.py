@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from hybridrec._compat.default_sharders import default_sharders
 from hybridrec._compat.planner_device import install_device_wraps, planner_alias
 from hybridrec._compat.torchrec import _fail, _symbol
 from hybridrec.backend import HOST
@@ -236,7 +237,8 @@ def _wrap_planner(policy: Policy) -> None:
 
     @functools.wraps(collective_inner)
     def collective_plan(self: Any, module: Any, sharders: Any = None, pg: Any = None) -> Any:
-        if not any(map(_plans_tiers, sharders or ())):
+        sharders = default_sharders() if sharders is None else sharders
+        if not any(map(_plans_tiers, sharders)):
             return collective_inner(self, module, sharders, pg)
         group = dist.GroupMember.WORLD if pg is None else pg
         raised: list[Exception] = []

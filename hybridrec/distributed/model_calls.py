@@ -85,11 +85,10 @@ class ModelCalls:
         return self._is_attached and all(calls_of(call.module) is call for call in (*self.hashed, *self._plain))
 
     def check(self, model: nn.Module) -> dict[str, ShardedHashCollection]:
-        """The hashed collections of a model, unless one cannot be pipelined exactly.
+        """The hashed collections of a model.
 
         Raises:
-            ConfigError: The host group of a hashed collection is also its device group, or ``inputs`` names what is no
-                sharded collection.
+            ConfigError: ``inputs`` names what is no sharded collection.
         """
         sharded = _sharded_modules(model)
         unknown = [path for path in self._inputs if path not in sharded]
@@ -100,16 +99,7 @@ class ModelCalls:
                 "model that was sharded."
             )
         everything = _inner(model).named_modules()
-        modules = {n: m for n, m in everything if isinstance(m, ShardedHashCollection)}
-        for name, module in modules.items():
-            group = module.host_group
-            if group.size() > 1 and group is module.device_group:
-                raise ConfigError(
-                    f"{name}: its host group is the model's own process group. Ids are sent ahead on a thread of "
-                    "their own, and one group cannot serve two threads in one order. Pass host_env with a group of its "
-                    "own: ShardingEnv(world_size=..., rank=..., pg=dist.new_group(backend='gloo'))."
-                )
-        return modules
+        return {n: m for n, m in everything if isinstance(m, ShardedHashCollection)}
 
     def attach(self, model: nn.Module, batch: Any) -> None:
         """Put the calls in, taking those of other pipelines out.

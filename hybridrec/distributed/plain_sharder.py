@@ -41,13 +41,13 @@ class HybridEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # typ
 
     def __init__(
         self,
-        host_env: ShardingEnv,
+        host_env: ShardingEnv | None = None,
         fused_params: Mapping[str, Any] | None = None,
         qcomm_codecs_registry: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
-            host_env: Environment whose process group is a gloo group of all ranks.
+            host_env: Environment whose process group is a gloo group of all ranks; None: the default group's.
             fused_params: TorchRec's.
             qcomm_codecs_registry: TorchRec's; with a codec for reduce-scatter, TorchRec's own output dist is used.
 

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ShardingEnv,
+    ShardingPlan,
+)
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
@@ -28,6 +34,7 @@ from hybridrec._compat.torchrec import (
 from hybridrec.config import TableConfig
 from hybridrec.distributed.batch_contents import check_without_samples
 from hybridrec.distributed.exchange_check import CheckedSplits
+from hybridrec.distributed.from_plan import shard_from_plan
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder
@@ -104,6 +111,30 @@ class ShardedHashCollection(
         self._feature_order = FeatureOrder(feature_names, is_weighted=is_weighted)
         self._lookups = [lookup]
         self._create_parameters(lookup)
+
+    @classmethod
+    def from_plan(
+        cls,
+        module: nn.Module,
+        sharder: ModuleSharder[Any],
+        device: str | torch.device,
+        plan: ShardingPlan | EmbeddingModuleShardingPlan | None = None,
+        *,
+        env: ShardingEnv | None = None,
+    ) -> Self:
+        """Shard a collection by itself, without `DistributedModelParallel`. Collective.
+
+        Args:
+            module: The collection, with its optimizer.
+            sharder: Of its class.
+            device: Where it computes.
+            plan: Of ``module`` alone, or its entry for one collection. None: TorchRec's planner decides.
+            env: Whose group carries what is looked up; None: the default process group's.
+
+        Raises:
+            ConfigError: The sharder is for another class, or the plan has no entry for the module.
+        """
+        return cast(Self, shard_from_plan(module, sharder, device, plan, env))
 
     # ---- what a kind of collection does its own way --------------------------------------------------------------
 

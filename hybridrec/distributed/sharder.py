@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 
 from hybridrec._compat.planner import PLANNING_ATTRIBUTE, TIERS_ATTRIBUTE, install_planner_wraps
-from hybridrec._compat.torchrec import BaseEmbeddingSharder
+from hybridrec._compat.torchrec import BaseEmbeddingSharder, EmbeddingComputeKernel
 from hybridrec.backend import parse_device, resolve_backend
 from hybridrec.config import TableConfig
 from hybridrec.distributed.device_check import check_collectives
-from hybridrec.distributed.host_env import check_host_env
+from hybridrec.distributed.host_env import check_host_env, own_host_group
 from hybridrec.distributed.host_memory import HostBudget, local_world_size
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.placement import Placement, place
@@ -34,6 +35,7 @@ from hybridrec.native.protocol import ShardSpec
 from hybridrec.store.row_state_layout import RowStateLayout
 
 logger = logging.getLogger("hybridrec")
+_SHARDING_TYPES = (ShardingType.ROW_WISE.value,)
 install_planner_wraps(HybridPlanPolicy())  # at import, so that a Topology may be made before the sharders are
 
 
@@ -42,18 +44,24 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
 
     def __init__(
         self,
-        host_env: ShardingEnv,
+        host_env: ShardingEnv | None = None,
         fused_params: Mapping[str, Any] | None = None,
         qcomm_codecs_registry: Mapping[str, Any] | None = None,
         *,
+        sharding_type: str | ShardingType | None = None,
+        kernel_type: str | EmbeddingComputeKernel | None = None,
         host_memory_bytes: int | None = None,
     ) -> None:
         """
         Args:
-            host_env: Environment whose process group is a gloo group of all ranks.
+            host_env: Environment whose process group is a gloo group of all ranks. None: that of the default process
+                group, which must be gloo. A group that is the model's too is used for planning alone: `shard` makes
+                another one of its ranks, over which ids travel.
             fused_params: TorchRec's, for tables without `apply_optimizer_in_backward`: ``optimizer`` (an
                 ``EmbOptimType``), ``learning_rate``, ``eps`` ..
             qcomm_codecs_registry: Must be empty: quantised pools are not exact.
+            sharding_type: The one that plans may choose; None: all.
+            kernel_type: The compute kernel that plans may choose; None: all.
             host_memory_bytes: Host memory that the shards of all collections on one rank may take together; None:
                 80 % of what is available.
 
@@ -67,7 +75,8 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             )
         super().__init__(fused_params=dict(fused_params) if fused_params else None)
         self._host_group = check_host_env(host_env)
-        self._host_env = host_env
+        self._sharding_type = _choice("sharding_type", sharding_type, _SHARDING_TYPES)
+        self._kernel_type = _choice("kernel_type", kernel_type, [placement.value for placement in Placement])
         self._host_budget = HostBudget(host_memory_bytes)
         setattr(self, PLANNING_ATTRIBUTE, SharderPlanning(host_group=self._host_group, budget=self._host_budget))
 
@@ -77,11 +86,11 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Row-wise alone: any id belongs to exactly one rank."""
-        return [ShardingType.ROW_WISE.value]
+        return [self._sharding_type] if self._sharding_type else list(_SHARDING_TYPES)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """The three placements, the same on every device."""
-        return [placement.value for placement in Placement]
+        return [self._kernel_type] if self._kernel_type else [placement.value for placement in Placement]
 
     def shardable_parameters(self, module: HashEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Table -> nominal parameter, which tells the planner what the table takes in each tier."""
@@ -111,24 +120,25 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 do not match.
             BackendError: The slots do not fit the device; or the device or its collectives failed their self-test.
         """
+        host_group = own_host_group(self._host_group, env.process_group)
         sharded, error = None, None
         try:
-            sharded = self._shard(module, params, env, device, module_fqn)
+            sharded = self._shard(module, params, env, device, module_fqn, host_group)
         except Exception as e:  # travels to the other ranks
             error = e
-        agreed = agree(error, self._host_group)
+        agreed = agree(error, host_group)
         if agreed is not None:
             raise agreed from (None if agreed is error else error)
         assert sharded is not None
-        self._check_collectives(sharded)
+        self._check_collectives(sharded, host_group)
         return sharded
 
-    def _check_collectives(self, sharded: ShardedHashEmbeddingBagCollection) -> None:
+    def _check_collectives(self, sharded: ShardedHashEmbeddingBagCollection, host_group: dist.ProcessGroup) -> None:
         lookup = sharded.lookup
         if not resolve_backend(lookup.device.type).is_host_memory:
-            with watched(self._host_group, "self-test of the device's collectives"):
+            with watched(host_group, "self-test of the device's collectives"):
                 check_collectives(
-                    sharded.device_group, lookup.device, total_dim=lookup.total_dim, host_group=self._host_group
+                    sharded.device_group, lookup.device, total_dim=lookup.total_dim, host_group=host_group
                 )
 
     def _shard(
@@ -138,13 +148,14 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         env: ShardingEnv,
         device: torch.device | None,
         module_fqn: str | None,
+        host_group: dist.ProcessGroup,
     ) -> ShardedHashEmbeddingBagCollection:
         device = parse_device(device) or module.target_device
         if env.process_group is None:
             raise ConfigError(f"{module_fqn or type(module).__name__}: env has no process group to send pools over.")
-        if env.world_size != self._host_env.world_size or env.rank != self._host_env.rank:
+        if env.world_size != host_group.size() or env.rank != host_group.rank():
             raise ConfigError(
-                f"host_env is rank {self._host_env.rank} of {self._host_env.world_size}, the model's environment is "
+                f"host_env is rank {host_group.rank()} of {host_group.size()}, the model's environment is "
                 f"rank {env.rank} of {env.world_size}. The host group must have the same ranks in the same order."
             )
         tables = module.table_configs
@@ -181,7 +192,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             host_budget_bytes=self._host_budget.part_of(module),
         )
         return ShardedHashEmbeddingBagCollection(
-            module, tables, lookup, device_group=env.process_group, host_group=self._host_group, device=device
+            module, tables, lookup, device_group=env.process_group, host_group=host_group, device=device
         )
 
     def _shard_table(
@@ -266,6 +277,17 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"{largest.placed.placement.value!r}. "
                 "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
             )
+
+
+def _choice(what: str, value: Any, allowed: Sequence[str]) -> str | None:
+    """The name of one of TorchRec's enum members, or None."""
+    name = getattr(value, "value", value)
+    if name is not None and name not in allowed:
+        raise ConfigError(
+            f"{what}={value!r} does not exist for hashed tables. Pass one of {', '.join(map(repr, allowed))}, or None "
+            "to leave the choice to the plan."
+        )
+    return name
 
 
 def _nominal_parameter(module: HashEmbeddingBagCollection, table: TableConfig) -> nn.Parameter:

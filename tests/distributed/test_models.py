@@ -136,7 +136,7 @@ def test_unsharded_collection_in_a_sharded_model_is_an_error(pool_1: RankPool, k
 
 
 def wrong_host_env(kind: str) -> str:
-    env: object = None
+    env: object = dist.group.WORLD
     if kind == "no group":
         env = ShardingEnv.from_local(world_size=1, rank=0)
     try:
@@ -146,7 +146,7 @@ def wrong_host_env(kind: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("kind", "match"), [("no group", "no process group"), ("missing", "NoneType")])
+@pytest.mark.parametrize(("kind", "match"), [("no group", "no process group"), ("a group alone", "ProcessGroup")])
 def test_host_env_must_have_a_gloo_group(pool_1: RankPool, kind: str, match: str) -> None:
     (text,) = pool_1.run(wrong_host_env, kind)
     assert text.startswith("ConfigError") and match in text and 'backend="gloo"' in text

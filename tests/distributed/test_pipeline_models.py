@@ -317,23 +317,6 @@ def test_a_model_that_returns_no_output_is_refused(pool_1: RankPool) -> None:
     pool_1.run(no_output)
 
 
-def one_group() -> None:
-    model = Repeated()
-    apply_optimizer_in_backward(
-        torch.optim.SGD, [p for n, p in model.named_parameters() if "embedding_bags" in n], {"lr": 0.1}
-    )
-    sharders = get_default_hybrid_sharders(ShardingEnv.from_process_group(dist.group.WORLD))
-    planner = EmbeddingShardingPlanner(topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"))
-    plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
-    dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
-    with pytest.raises(ConfigError, match="its host group is the model's own process group"):
-        HybridTrainPipelineSparseDist(dmp, torch.optim.SGD([torch.zeros(1)], lr=0.1), torch.device("cpu"))
-
-
-def test_a_host_group_that_is_the_model_s_own_is_refused(pool_2: RankPool) -> None:
-    pool_2.run(one_group)
-
-
 def both_returned() -> None:
     dmp, optimizer = build(TwoCollections())
     pipeline = HybridTrainPipelineSparseDist(dmp, optimizer, torch.device("cpu"), return_loss=True)
