@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from hybridrec._compat.grad_scaler import refuse_scaled_losses
+from hybridrec._compat.unplanned import refuse_unplanned_collections
 from hybridrec.backend import HOST, parse_device
 from hybridrec.config import TableConfig, resolve_tables
 from hybridrec.errors import ConfigError, StateError
@@ -26,6 +27,8 @@ _META = torch.device("meta")
 
 class HashCollection(nn.Module):
     """Tables, and a lookup of their rows whose backward is one step of all tables."""
+
+    is_hashed_collection = True  # read by _compat.unplanned
 
     _tables: tuple[TableConfig, ...]
     _target_device: torch.device
@@ -42,6 +45,7 @@ class HashCollection(nn.Module):
             ConfigError: A table or the device is not accepted.
         """
         refuse_scaled_losses()
+        refuse_unplanned_collections()
         self._tables = resolve_tables(tables, kind)
         self._configs = [copy.copy(config) for config in tables]
         for config, table in zip(self._configs, self._tables, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from hybridrec._compat.unplanned import REMEDY
 from hybridrec.errors import ConfigError
 
 _META = torch.device("meta")
@@ -84,16 +85,7 @@ def conversion_probe(dim: int, like: torch.Tensor) -> NominalParameter:
 
 def _not_sharded() -> str:
     return (
-<<<<<<< HEAD
         "this hashed collection was not sharded: DistributedModelParallel got no sharder for "
         "'HashEmbeddingBagCollection' or 'HashEmbeddingCollection', or an empty plan, and now materialises its nominal "
-        "parameters as dense memory. Pass sharders=get_default_hybrid_sharders(host_env) to both the planner "
-        "(EmbeddingShardingPlanner.collective_plan or .plan) and DistributedModelParallel."
-=======
-        "this HashEmbeddingBagCollection was not sharded: DistributedModelParallel got no sharder for "
-        "'HashEmbeddingBagCollection' or an empty plan, and now materialises its nominal parameters as dense memory. "
-        "Pass sharders=get_default_hybrid_sharders(host_env) to both the planner (EmbeddingShardingPlanner."
-        "collective_plan or .plan) and DistributedModelParallel, or call hybridrec.register_default_sharders(host_env) "
-        "once, before, and pass neither."
->>>>>>> 42095c9 (A sharder without a host group makes one of its own, from_plan shards a collection by itself, default sharders can be registered, sharders narrow what plans choose)
+        f"parameters as dense memory. {REMEDY}"
     )
