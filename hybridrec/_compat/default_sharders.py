@@ -23,7 +23,7 @@ _registered: Sequence[Any] | None = None
 
 @functools.wraps(torchrec_default_sharders)
 def _default_sharders() -> list[Any]:
-    return torchrec_default_sharders() if _registered is None else list(_registered)  # type: ignore[no-any-return]
+    return torchrec_default_sharders() if _registered is None else list(_registered)
 
 
 def set_default_sharders(sharders: Sequence[Any] | None) -> None:

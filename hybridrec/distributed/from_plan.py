@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,4 +59,4 @@ def shard_from_plan(
             f"plan: has entries for {sorted(plan.plan)} and none for '', the module itself. Make it for the collection "
             "alone, or pass the entry of the collection: plan.plan['path.of.the.collection']."
         )
-    return sharder.shard(module, params, env, target)
+    return cast(nn.Module, sharder.shard(module, params, env, target))

@@ -281,7 +281,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
 
 def _choice(what: str, value: Any, allowed: Sequence[str]) -> str | None:
     """The name of one of TorchRec's enum members, or None."""
-    name = getattr(value, "value", value)
+    name: str | None = getattr(value, "value", value)
     if name is not None and name not in allowed:
         raise ConfigError(
             f"{what}={value!r} does not exist for hashed tables. Pass one of {', '.join(map(repr, allowed))}, or None "
