@@ -37,7 +37,7 @@ from hybridrec.distributed.output_dist import RankOrderPooledDist
 
 
 class HybridEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """TorchRec's sharder for `EmbeddingBagCollection`, which also offers row-wise tables off CUDA."""
+    """TorchRec's sharder for `EmbeddingBagCollection`, with row-wise tables on every device."""
 
     def __init__(
         self,

@@ -43,8 +43,8 @@ STALL_SECONDS = 600.0
 MAX_RANKS_LINKED = 64
 """Of groups beyond, connections are not listed: the store would carry W * W of them."""
 _EXIT_SECONDS = 2.0
-_BELOW = re.compile(r"gloo|NCCL|HCCL")
-"""What the errors of collective libraries say of themselves."""
+_BELOW = re.compile(r"gloo|\b[A-Z]CCL\b")
+"""What the errors of collective libraries say of themselves: those of devices are called something-CCL."""
 
 
 class GroupBroken(BackendError):
@@ -144,7 +144,7 @@ class Watch:
         self.dead_seconds, self._is_set = seconds, True
 
     def abort_also(self, group: dist.ProcessGroup) -> None:
-        """A device group that is aborted when a rank is given up, if its backend can be (NCCL, HCCL)."""
+        """A device group that is aborted when a rank is given up, if its backend can be."""
         if group.size() > 1 and dist.get_backend(group) != "gloo":
             self._to_abort.add(group)
 

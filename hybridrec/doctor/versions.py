@@ -17,7 +17,7 @@ BACKENDS = "hybridrec.device_backends"
 """The entry point group of `hybridrec.backend`, which cannot be imported without torch."""
 _REQUIREMENT = re.compile(r"^([\w.-]+)\s*([=<>!~]=?)?\s*([\w.+-]*)\s*;\s*extra\s*==\s*['\"]([\w-]+)['\"]$")
 _TORCH_PIN = re.compile(r"^torch\s*\(?==\s*([\w.+]+)\)?\s*(;(?!.*extra).*)?$")
-_RELEASE_LABEL = re.compile(r"(cpu|cu\d+|rocm[\d.]+|xpu)(\..*)?")
+_RELEASE_LABEL = re.compile(r"(cpu|cu\d+|rocm[\d.]+)(\..*)?")
 
 Stacks = Mapping[str, Mapping[str, tuple[str, str]]]
 """Extra -> distribution -> (operator, version)."""

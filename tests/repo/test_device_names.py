@@ -8,12 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.repo.sources import ROOT, repository_files, tree_of, where
+from tests.repo.sources import ROOT, TEXT_SUFFIXES, repository_files, tree_of, where
 
 DEVICE_NAME = re.compile(r"(cpu|cuda|npu|xpu|mtia|hccl|nccl)(:\d+)?")
 DEVICE_ATTRIBUTES = {"cuda", "npu", "is_cuda", "is_npu", "is_cpu"}
 """``x.cpu()`` is not among them: a copy to host memory, in torch's words, from whatever device."""
 DEVICE_MODULES = re.compile(r"(torch_npu|fbgemm_ascend|torch\.(cuda|npu|xpu|mtia))(\..+)?")
+DEVICE_WORDS = re.compile(r"\b(cuda|npu|xpu|mtia|hccl|nccl|torch_npu|fbgemm_ascend)\b", re.IGNORECASE)
+"""Nowhere in hybridrec, not even in a comment. Of "cpu", which also runs the host's code, only strings are looked at."""
 HOST_MODULE = ROOT / "hybridrec" / "backend.py"
 """Defines HOST, host memory in torch's words: the one place that says ``torch.device("cpu")``."""
 
@@ -41,6 +43,18 @@ def test_no_device_is_named() -> None:
     allowed = [entry for entry in found if entry.startswith("hybridrec/backend.py") and entry.endswith(": 'cpu'")]
     assert len(allowed) == 1
     assert [entry for entry in found if entry not in allowed] == []
+
+
+def test_no_device_is_spoken_of() -> None:
+    files = repository_files("hybridrec", suffixes=TEXT_SUFFIXES)
+    assert {".py", ".cpp", ".h", ".txt"} <= {path.suffix for path in files}
+    found = [
+        f"{where(path, number)}: {line.strip()}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if DEVICE_WORDS.search(line)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(
