@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -60,6 +61,12 @@ class TableStats:
     def unique_hit_rate(self) -> float:
         """Share of unique rows that were in a slot: what host traffic depends on; NaN before the first batch."""
         return self.unique_hits / self.uniques if self.uniques else float("nan")
+
+
+def sum_stats(shards: Sequence[TableStats], *, table: str, rank: int) -> TableStats:
+    """The counters of a table's shards on one rank together; zeros if there are none."""
+    counters = [f.name for f in dataclasses.fields(TableStats) if f.name not in ("table", "rank")]
+    return TableStats(table=table, rank=rank, **{name: sum(getattr(s, name) for s in shards) for name in counters})
 
 
 @dataclass(frozen=True, kw_only=True)

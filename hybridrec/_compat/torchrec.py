@@ -50,10 +50,11 @@ KJTList = _symbol("torchrec.distributed.embedding_types", "KJTList")
 EmbeddingComputeKernel = _symbol("torchrec.distributed.embedding_types", "EmbeddingComputeKernel")
 EmbeddingShardingContext = _symbol("torchrec.distributed.embedding_sharding", "EmbeddingShardingContext")
 KJTListSplitsAwaitable = _symbol("torchrec.distributed.embedding_sharding", "KJTListSplitsAwaitable")
-RwSparseFeaturesDist = _symbol(
-    "torchrec.distributed.sharding.rw_sharding",
-    "RwSparseFeaturesDist",
-    parameters=("pg", "num_features", "feature_hash_sizes", "device", "is_sequence", "keep_original_indices"),
+KJTAllToAll = _symbol("torchrec.distributed.dist_data", "KJTAllToAll", parameters=("pg", "splits"))
+bucketize_kjt_before_all2all = _symbol(
+    "torchrec.distributed.embedding_sharding",
+    "bucketize_kjt_before_all2all",
+    parameters=("kjt", "num_buckets", "block_sizes", "output_permute", "keep_original_indices"),
 )
 RwPooledEmbeddingDist = _symbol("torchrec.distributed.sharding.rw_sharding", "RwPooledEmbeddingDist")
 RwPooledEmbeddingSharding = _symbol("torchrec.distributed.sharding.rw_sharding", "RwPooledEmbeddingSharding")

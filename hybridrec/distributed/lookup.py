@@ -336,7 +336,7 @@ class PooledLookup(nn.Module):
             pooled.append(part)
             saved.append(kept)
         self._mark_use(batch.transaction)
-        return self.join(pooled), saved
+        return self._joined(pooled, batch), saved
 
     def update(self, batch: MappedBatch, saved: Any, grad: Tensor) -> None:
         """Step every row of a batch once, then commit."""
@@ -370,7 +370,11 @@ class PooledLookup(nn.Module):
         index_N, readers = self._reader.read(batch.keys.values(), batch.feature_offsets, self._feature_table)
         inputs = self._kernel_inputs(batch, index_N, lambda tensors: [t.to(self._device) for t in tensors])
         pooled = [reader.forward(*one)[0] for reader, one in zip(readers, inputs, strict=True)]
-        return self.join(pooled)
+        return self._joined(pooled, batch)
+
+    def _joined(self, parts: Sequence[Tensor], batch: MappedBatch) -> Tensor:
+        """As `join`; a rank that owns no table has no columns."""
+        return self.join(parts) if parts else torch.empty((batch.keys.stride(), 0), device=self._device)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """What the kernels gave, as one tensor."""

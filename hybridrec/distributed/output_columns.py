@@ -12,30 +12,37 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hybridrec._compat.torchrec import LazyGetItemMixin
 from hybridrec.config import TableConfig, embedding_names
+from hybridrec.distributed.routing import TablePart
 from hybridrec.modules.variable_batch import expand
 
 
 class OutputColumns:
     """From the columns of the lookup to those of the unsharded collection; and what MEAN divides by."""
 
-    def __init__(self, tables: Sequence[TableConfig], fed: Sequence[TableConfig], device: torch.device) -> None:
+    def __init__(self, tables: Sequence[TableConfig], fed: Sequence[TablePart], device: torch.device) -> None:
         """
         Args:
             tables: In the order of the collection.
-            fed: The same tables in the order of the lookup.
+            fed: Their parts, in the order in which pools come.
             device: Where the output is.
         """
         names = embedding_names(tables)
         self.names = [name for table_names in names for name in table_names]
         self.dims = [table.embedding_dim for table in tables for _ in table.feature_names]
-        self._fed_dims = [table.embedding_dim for table in fed for _ in table.feature_names]
-        first, position = {}, 0
-        for table in fed:
-            first[table.name] = position
-            position += len(table.feature_names)
-        order = [first[table.name] + i for table in tables for i in range(len(table.feature_names))]
+        self._fed_dims = [part.dim for part in fed for _ in part.table.feature_names]
+        places: dict[str, list[tuple[int, int]]] = {}  # table -> (first column, where its features begin) of its parts
+        position = 0
+        for part in fed:
+            places.setdefault(part.table.name, []).append((part.first_column, position))
+            position += part.num_features
+        order = [
+            start + i
+            for table in tables
+            for i in range(len(table.feature_names))
+            for _, start in sorted(places[table.name])
+        ]
         self._order = None if order == list(range(len(order))) else order
-        is_sum = [table.pooling != PoolingType.MEAN for table in fed for _ in table.feature_names]
+        is_sum = [part.table.pooling != PoolingType.MEAN for part in fed for _ in part.table.feature_names]
         self.has_mean = not all(is_sum)
         self._is_sum_F1 = torch.tensor(is_sum).unsqueeze(1)
         feature_of_column = [f for f, dim in enumerate(self._fed_dims) for _ in range(dim)]

@@ -36,7 +36,7 @@ class ShardWatch:
         self._are_oversized: set[int] = set()
         self._budget_bytes = host_budget_bytes
         self._unchecked_bytes = 0
-        self._largest_row_bytes = max(t.layout.store_bytes + t.layout.index_bytes for t in tables)
+        self._largest_row_bytes = max((t.layout.store_bytes + t.layout.index_bytes for t in tables), default=0)
 
     def planned(self, plan: Plan) -> None:
         """A batch was planned."""

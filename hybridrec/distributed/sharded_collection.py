@@ -39,10 +39,11 @@ from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+from hybridrec.distributed.routing import Routing, TablePart
 from hybridrec.distributed.verdict import Withdrawn, agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError, StateError
-from hybridrec.metrics import TableStats
+from hybridrec.metrics import TableStats, sum_stats
 from hybridrec.store.row_export import RowExport
 
 
@@ -84,6 +85,7 @@ class ShardedHashCollection(
         self,
         tables: Sequence[TableConfig],
         lookup: PooledLookup,
+        routing: Routing,
         *,
         is_weighted: bool,
         device_group: dist.ProcessGroup,
@@ -93,7 +95,8 @@ class ShardedHashCollection(
         """
         Args:
             tables: Resolved, in the order of the collection.
-            lookup: This rank's shards; its tables may be in another order.
+            lookup: This rank's shards.
+            routing: Who looks up what, in the order in which features are fed.
             is_weighted: Whether ids carry weights to the lookup.
             device_group: What is looked up travels over it.
             host_group: Ids and verdicts travel over it (gloo).
@@ -104,11 +107,8 @@ class ShardedHashCollection(
         self._is_weighted = is_weighted
         self._device = device
         self._host_group, self._device_group = host_group, device_group
-        by_name = {table.name: table for table in tables}
-        self._fed_tables = [by_name[name] for name in lookup.table_names]
-        """In the order of the lookup."""
-        feature_names = [feature for table in self._fed_tables for feature in table.feature_names]
-        self._feature_order = FeatureOrder(feature_names, is_weighted=is_weighted)
+        self._routing = routing
+        self._feature_order = FeatureOrder(routing.feature_names, is_weighted=is_weighted)
         self._lookups = [lookup]
         self._create_parameters(lookup)
 
@@ -295,6 +295,16 @@ class ShardedHashCollection(
         return self._lookups[0]
 
     @property
+    def routing(self) -> Routing:
+        """Which rank looks up what."""
+        return self._routing
+
+    @property
+    def parts(self) -> tuple[TablePart, ...]:
+        """[T], what this rank holds: one for each of the tables of `lookup`."""
+        return self._routing.of_rank(self._host_group.rank())
+
+    @property
     def copied_bytes(self) -> int:
         """Bytes of KJTs that came on another device and were copied to the host."""
         return self._feature_order.copied_bytes
@@ -302,9 +312,15 @@ class ShardedHashCollection(
     # ---- what users call -----------------------------------------------------------------------------------------
 
     def stats(self) -> tuple[TableStats, ...]:
-        """Counters of this rank, one value a table, in the order of the tables. Not collective."""
-        by_name = {s.table: s for s in self._lookups[0].stats()}
-        return tuple(by_name[config.name] for config in self._table_configs)
+        """Counters of this rank, one value a table, in the order of the tables. Not collective.
+
+        A table of which the rank holds nothing has zeros; of several column shards on the rank it is the sum.
+        """
+        by_table: dict[str, list[TableStats]] = {config.name: [] for config in self._table_configs}
+        for part, stats in zip(self.parts, self._lookups[0].stats(), strict=True):
+            by_table[part.table.name].append(stats)
+        rank = self._host_group.rank()
+        return tuple(sum_stats(stats, table=name, rank=rank) for name, stats in by_table.items())
 
     def export_rows(self, table: str, *, chunk_rows: int | None = None) -> RowExport:
         """This rank's rows of a table as of the last committed batch, ascending by id, in chunks of host memory.
@@ -385,14 +401,18 @@ class ShardedHashCollection(
         """``{TABLES_NAME}.{table}.weight`` (views of the slots) and the fused optimizer over them."""
         slots = nn.ModuleDict({c.name: _Slots(c.name) for c in self._table_configs})
         self.add_module(self.TABLES_NAME, slots)
-        for name, parameter in zip(lookup.table_names, lookup.slot_parameters, strict=True):
+        names: list[str] = []
+        for part, parameter in zip(self.parts, lookup.slot_parameters, strict=True):
             # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
-            slots[name].register_parameter("weight", parameter)
+            holder = slots[part.table.name]
+            # Column shards that share a rank: all but the first have their column in the name.
+            weight = f"weight_{part.first_column}" if hasattr(holder, "weight") else "weight"
+            holder.register_parameter(weight, parameter)
+            names.append(f"{self.TABLES_NAME}.{part.table.name}.{weight}")
         optimizers = []
         for k, kernel in enumerate(lookup.kernels):
-            tables = lookup.kernel_tables(k)
-            params = {f"{self.TABLES_NAME}.{lookup.table_names[t]}.weight": lookup.slot_parameters[t] for t in tables}
+            params = {names[t]: lookup.slot_parameters[t] for t in lookup.kernel_tables(k)}
             optimizers.append(("", HashFusedOptimizer(kernel, params)))
         self._optimizer = CombinedOptimizer(optimizers)
 

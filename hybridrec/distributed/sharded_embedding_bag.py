@@ -18,6 +18,7 @@ from hybridrec.distributed.input_dist import HashInputDist
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.output_columns import OutputColumns, PooledAwaitable
 from hybridrec.distributed.output_dist import RankOrderPooledDist
+from hybridrec.distributed.routing import Routing
 from hybridrec.distributed.sharded_collection import HashBatchContext, ShardedHashCollection
 from hybridrec.errors import IdError
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
@@ -36,7 +37,7 @@ class PooledBatchContext(HashBatchContext):
 
 
 class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
-    """Row-wise sharded hashed tables that are pooled: partial pools travel, and are added in rank order."""
+    """Sharded hashed tables that are pooled: pools travel, and partial ones are added in rank order."""
 
     TABLES_NAME = "embedding_bags"
     embedding_bags: nn.ModuleDict
@@ -46,6 +47,7 @@ class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
         module: HashEmbeddingBagCollection,
         tables: Sequence[TableConfig],
         lookup: PooledLookup,
+        routing: Routing,
         *,
         device_group: dist.ProcessGroup,
         host_group: dist.ProcessGroup,
@@ -55,7 +57,8 @@ class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
         Args:
             module: What is sharded.
             tables: Its tables, resolved, in its order.
-            lookup: This rank's shards; its tables may be in another order.
+            lookup: This rank's shards.
+            routing: Who looks up what, in the order in which features are fed.
             device_group: Pools travel over it.
             host_group: Ids and verdicts travel over it (gloo).
             device: Where the output is.
@@ -63,15 +66,16 @@ class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
         super().__init__(
             tables,
             lookup,
+            routing,
             is_weighted=module.is_weighted(),
             device_group=device_group,
             host_group=host_group,
             device=device,
         )
         self._configs = module.embedding_bag_configs()
-        self._input_dists = [HashInputDist(host_group, sum(len(t.feature_names) for t in tables))]
-        self._output_dists = [RankOrderPooledDist(device_group)]
-        self._columns = OutputColumns(tables, self._fed_tables, device)
+        self._input_dists = [HashInputDist(host_group, routing.shared_features, routing.owned_features)]
+        self._output_dists = [RankOrderPooledDist(device_group, routing.owned_dims)]
+        self._columns = OutputColumns(tables, routing.parts, device)
 
     def create_context(self) -> PooledBatchContext:
         return PooledBatchContext(is_training=self._trains())

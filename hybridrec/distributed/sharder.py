@@ -22,6 +22,7 @@ from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.placement import Placement, place
 from hybridrec.distributed.planner_demand import TableDemand
 from hybridrec.distributed.planner_report import HybridPlanPolicy, SharderPlanning
+from hybridrec.distributed.routing import SHARDING_TYPES, Routing, TablePart, check_columns, parts_of
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
 from hybridrec.distributed.verdict import agree
@@ -35,12 +36,12 @@ from hybridrec.native.protocol import ShardSpec
 from hybridrec.store.row_state_layout import RowStateLayout
 
 logger = logging.getLogger("hybridrec")
-_SHARDING_TYPES = (ShardingType.ROW_WISE.value,)
+_SHARDING_TYPES = SHARDING_TYPES[:1]
 install_planner_wraps(HybridPlanPolicy())  # at import, so that a Topology may be made before the sharders are
 
 
 class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbeddingBagCollection]):  # type: ignore[misc]
-    """Shards `HashEmbeddingBagCollection` row-wise over all ranks."""
+    """Shards `HashEmbeddingBagCollection` over all ranks: row-wise, or tables or columns of tables on single ranks."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         return HashEmbeddingBagCollection
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Row-wise alone: any id belongs to exactly one rank."""
+        """Row-wise alone: plans made by hand may name table-wise and column-wise too."""
         return [self._sharding_type] if self._sharding_type else list(_SHARDING_TYPES)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
@@ -138,7 +139,10 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         if not resolve_backend(lookup.device.type).is_host_memory:
             with watched(host_group, "self-test of the device's collectives"):
                 check_collectives(
-                    sharded.device_group, lookup.device, total_dim=lookup.total_dim, host_group=host_group
+                    sharded.device_group,
+                    lookup.device,
+                    total_dim=sharded.routing.largest_dim,
+                    host_group=host_group,
                 )
 
     def _shard(
@@ -171,15 +175,15 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"{module_fqn or type(module).__name__}: the plan has no entry for table {missing[0]!r} "
                 f"({len(missing)} of {len(tables)} tables are missing). Plan the whole collection, or shard none of it."
             )
-        shard_tables = [self._shard_table(module, table, params[table.name], env.world_size) for table in tables]
-        kernels = group_tables(
-            shard_tables,
-            dim=lambda s: s.layout.dim,
-            optimizer=lambda s: s.optimizer,
-            is_weighted=module.is_weighted(),
-            device=device,
-        )
-        self._check_device_memory(shard_tables, device)
+        optimizers = {table.name: self._checked_optimizer(module, table, params[table.name]) for table in tables}
+        groups = self._grouped_parts(module, tables, params, optimizers, env.world_size, device)
+        routing = Routing(parts=tuple(part for group in groups for part in group), world_size=env.world_size)
+        kernels = [
+            [self._shard_table(part, params[part.table.name], optimizers[part.table.name], env) for part in group]
+            for group in groups
+            if group[0].owner in (None, env.rank)
+        ]
+        self._check_device_memory([table for group in kernels for table in group], device)
         backend = resolve_backend(device.type)
         backend.self_test(device)
         lookup = PooledLookup(
@@ -192,17 +196,39 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             host_budget_bytes=self._host_budget.part_of(module),
         )
         return ShardedHashEmbeddingBagCollection(
-            module, tables, lookup, device_group=env.process_group, host_group=host_group, device=device
+            module, tables, lookup, routing, device_group=env.process_group, host_group=host_group, device=device
         )
 
-    def _shard_table(
-        self, module: HashEmbeddingBagCollection, table: TableConfig, planned: ParameterSharding, world_size: int
-    ) -> ShardTable:
-        if planned.sharding_type != ShardingType.ROW_WISE.value:
-            raise ConfigError(
-                f"table {table.name!r}: the plan shards it {planned.sharding_type!r}; hashed tables are sharded "
-                "'row_wise'. Use ParameterConstraints(sharding_types=['row_wise'])."
+    def _grouped_parts(
+        self,
+        module: HashEmbeddingBagCollection,
+        tables: Sequence[TableConfig],
+        params: Mapping[str, ParameterSharding],
+        optimizers: Mapping[str, OptimizerSpec],
+        world_size: int,
+        device: torch.device,
+    ) -> list[list[TablePart]]:
+        """The parts of all kernels of all ranks, in the order of `Routing`: row-wise ones apart from owned ones."""
+        by_owner: dict[int, list[TablePart]] = {}
+        for table in tables:
+            for part in parts_of(table, params[table.name], world_size):
+                check_columns(part, optimizers[table.name])
+                by_owner.setdefault(-1 if part.owner is None else part.owner, []).append(part)
+        return [
+            group
+            for _, parts in sorted(by_owner.items())
+            for group in group_tables(
+                parts,
+                dim=lambda part: part.dim,
+                optimizer=lambda part: optimizers[part.table.name],
+                is_weighted=module.is_weighted(),
+                device=device,
             )
+        ]
+
+    def _checked_optimizer(
+        self, module: HashEmbeddingBagCollection, table: TableConfig, planned: ParameterSharding
+    ) -> OptimizerSpec:
         parameter = _nominal_parameter(module, table)
         if not parameter.requires_grad:
             raise ConfigError(
@@ -216,8 +242,6 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 "apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {'lr': ...}) before "
                 "sharding, or give the sharder fused_params={'optimizer': EmbOptimType.EXACT_ADAGRAD, ...}."
             )
-        layout = RowStateLayout(table.embedding_dim, optimizer.row_states())
-        cache = planned.cache_params
         if planned.compute_kernel == Placement.DEVICE.value and table.device_rows is not None:
             logger.warning(
                 "table %r: device_rows=%s has no effect, since the plan's kernel is 'fused': all planned rows are on "
@@ -225,10 +249,20 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 table.name,
                 f"{table.device_rows:,}",
             )
-        placed = place(table, planned.compute_kernel, None if cache is None else cache.load_factor, world_size)
+        return optimizer
+
+    def _shard_table(
+        self, part: TablePart, planned: ParameterSharding, optimizer: OptimizerSpec, env: ShardingEnv
+    ) -> ShardTable:
+        """A part that this rank holds rows of."""
+        table, cache = part.table, planned.cache_params
+        layout = RowStateLayout(part.dim, optimizer.row_states())
+        num_ranks = env.world_size if part.owner is None else 1
+        placed = place(table, planned.compute_kernel, None if cache is None else cache.load_factor, num_ranks)
         spec = ShardSpec(
-            name=table.name,
-            dim=table.embedding_dim,
+            name=part.name,
+            dim=part.dim,
+            first_column=part.first_column,
             num_row_states=len(layout.row_states),
             num_row_wise_states=len(layout.row_wise_states),
             state_initial_values=layout.initial_values,
@@ -237,15 +271,15 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             max_rows=placed.max_rows,
             full_policy=table.full_policy.value,
             table_seed=table_seed(table.seed, table.name),
-            **table.initializer.to_spec_fields(),
+            **_initial_fields(part),
         )
         return ShardTable(
-            name=table.name,
+            name=part.name,
             spec=spec,
             placed=placed,
             layout=layout,
             optimizer=optimizer,
-            num_features=len(table.feature_names),
+            num_features=part.num_features,
         )
 
     def _optimizer_of(self, table: TableConfig, parameter: nn.Parameter) -> OptimizerSpec:
@@ -277,6 +311,13 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"{largest.placed.placement.value!r}. "
                 "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
             )
+
+
+def _initial_fields(part: TablePart) -> dict[str, Any]:
+    fields = part.table.initializer.to_spec_fields()
+    if fields["bank"] is not None and not part.is_whole:
+        fields["bank"] = fields["bank"][:, part.first_column : part.first_column + part.dim].copy()
+    return fields
 
 
 def _choice(what: str, value: Any, allowed: Sequence[str]) -> str | None:

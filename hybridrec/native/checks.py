@@ -16,6 +16,8 @@ FULL_POLICIES = ("grow", "evict", "error")
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_SLOTS = 2**31 - 3
 """Of one table on one rank."""
+MAX_COLUMNS = 2**31
+"""Of a table."""
 MAX_ROWS = 2**32 - 1
 """Of one table on one rank: row numbers are uint32."""
 
@@ -97,6 +99,10 @@ def check_initial(spec: ShardSpec) -> None:
     where = f"table {spec.name!r}"
     if spec.dim < 1:
         raise ConfigError(f"{where}: dim={spec.dim}. Accepted: 1 and more.")
+    if not 0 <= spec.first_column <= MAX_COLUMNS - spec.dim:
+        raise ConfigError(
+            f"{where}: first_column={spec.first_column}, dim={spec.dim}. Accepted: up to column {MAX_COLUMNS:,}."
+        )
     if not 0 <= spec.table_seed < 2**64:
         raise ConfigError(f"{where}: table_seed={spec.table_seed} is no uint64. Take it from table_seed(seed, name).")
     if spec.init_kind not in tuple(InitKind):

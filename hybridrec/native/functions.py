@@ -40,7 +40,7 @@ def initial_rows(spec: ShardSpec, keys: Tensor, *, core: CoreName | None = None)
     """The rows that keys have before they were ever trained.
 
     Args:
-        spec: Of the table; dim, table_seed, init_kind, init_a, init_b and bank are read.
+        spec: Of the table; dim, first_column, table_seed, init_kind, init_a, init_b and bank are read.
         keys: int64 [n], `mix64` of the ids, contiguous, host memory.
         core: Which core computes; None: the one that serves.
 
@@ -126,6 +126,7 @@ def initial_fields(spec: ShardSpec) -> dict[str, int | float]:
     """What the compiled core takes to make initial rows. The bank must outlive the call, or the group."""
     has_bank = isinstance(spec.bank, np.ndarray)
     return {
+        "first_column": spec.first_column,
         "table_seed": spec.table_seed,
         "init_kind": int(spec.init_kind),
         "init_a": spec.init_a,

@@ -50,6 +50,8 @@ class ShardSpec:
     """Quota of rows on this rank; 0 = none."""
     full_policy: str = "grow"
     """``"grow"``, ``"evict"`` or ``"error"``: what happens at the quota."""
+    first_column: int = 0
+    """Of the table's columns, the first that the shard has: what initial rows depend on. A bank has the D alone."""
     table_seed: int = 0
     """uint64, ``table_seed(seed, name)``."""
     init_kind: InitKind = InitKind.UNIFORM

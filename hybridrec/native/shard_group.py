@@ -38,7 +38,7 @@ class ShardGroup:
     ) -> None:
         """
         Args:
-            specs: One a table.
+            specs: One a table; none on a rank that owns no table.
             host_budget_bytes: Most host memory for the shards; 0 = no limit.
             num_threads: Threads of the compiled core. Results never depend on it.
             core: Which core serves; None: the compiled one where it was built.
@@ -49,10 +49,10 @@ class ShardGroup:
         """
         for spec in specs:
             check_spec(spec)
-        if not specs or host_budget_bytes < 0 or num_threads < 1:
+        if host_budget_bytes < 0 or num_threads < 1:
             raise ConfigError(
                 f"ShardGroup of {len(specs)} tables, host_budget_bytes={host_budget_bytes}, num_threads={num_threads}. "
-                "Accepted: at least one table, 0 bytes (no limit) and more, 1 thread and more."
+                "Accepted: 0 bytes (no limit) and more, 1 thread and more."
             )
         self._specs = tuple(specs)
         self._num_slots = [spec.num_slots for spec in specs]

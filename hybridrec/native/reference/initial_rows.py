@@ -20,7 +20,7 @@ def initial_rows(spec: ShardSpec, keys: NDArray[np.int64], out: NDArray[np.float
     """The rows that keys have before they were ever trained.
 
     Args:
-        spec: dim, table_seed, init_kind, init_a, init_b and bank are read.
+        spec: dim, first_column, table_seed, init_kind, init_a, init_b and bank are read.
         keys: int64 [n].
         out: float32 [n, D], written.
 
@@ -29,7 +29,7 @@ def initial_rows(spec: ShardSpec, keys: NDArray[np.int64], out: NDArray[np.float
     """
     a, b = np.float32(spec.init_a), np.float32(spec.init_b)
     base = mix64_uint64(keys.view(np.uint64) + np.uint64(spec.table_seed))
-    columns = np.arange(spec.dim)
+    columns = np.arange(spec.first_column, spec.first_column + spec.dim)
     match spec.init_kind:
         case InitKind.UNIFORM:
             words = _words(base, columns // 2)

@@ -173,7 +173,8 @@ class ShardGroup:
     def swap_counts(self, ordinal: int, counts: Int64s) -> None:
         with self._lock:
             batch = self._open.in_flight(ordinal, "swap_counts")
-            counts[...] = [(len(journal.moves), len(journal.write_backs)) for journal in batch.tables]
+            moves = [(len(journal.moves), len(journal.write_backs)) for journal in batch.tables]
+        counts[...] = np.array(moves, dtype=np.int64).reshape(-1, 2)
 
     def swap_slots(self, ordinal: int, load_slots: Int64s, victim_slots: Int64s) -> None:
         with self._lock:

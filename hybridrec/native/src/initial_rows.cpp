@@ -19,21 +19,27 @@ uint32_t lane_sum(uint64_t w) {
   return static_cast<uint32_t>((w & 0xffff) + ((w >> 16) & 0xffff) + ((w >> 32) & 0xffff) + (w >> 48));
 }
 
-void fill_uniform(uint64_t base, float low, float high, uint32_t dim, float* out) {
+// Two columns share a word: the even one has its high bits.
+void fill_uniform(uint64_t base, float low, float high, uint32_t first, uint32_t dim, float* out) {
   const float span = high - low;
-  uint32_t c = 0;
-  for (; c + 2 <= dim; c += 2) {
-    const uint64_t w = word(base, c / 2);
-    out[c] = uniform(low, span, w >> 40);
-    out[c + 1] = uniform(low, span, (w >> 8) & 0xffffff);
+  const uint64_t last = uint64_t{first} + dim;
+  uint64_t c = first;
+  if (c % 2 == 1 && c < last) {
+    *out++ = uniform(low, span, (word(base, c / 2) >> 8) & 0xffffff);
+    ++c;
   }
-  if (c < dim) out[c] = uniform(low, span, word(base, c / 2) >> 40);
+  for (; c + 2 <= last; c += 2) {
+    const uint64_t w = word(base, c / 2);
+    *out++ = uniform(low, span, w >> 40);
+    *out++ = uniform(low, span, (w >> 8) & 0xffffff);
+  }
+  if (c < last) *out = uniform(low, span, word(base, c / 2) >> 40);
 }
 
 // Irwin-Hall: the sum of twelve uniform 16-bit numbers has mean 393210 and standard deviation 2^16.
-void fill_normal(uint64_t base, float mean, float deviation, uint32_t dim, float* out) {
+void fill_normal(uint64_t base, float mean, float deviation, uint32_t first, uint32_t dim, float* out) {
   for (uint32_t c = 0; c < dim; ++c) {
-    const uint64_t j = uint64_t{3} * c;
+    const uint64_t j = 3 * (uint64_t{first} + c);
     const uint32_t sum = lane_sum(word(base, j)) + lane_sum(word(base, j + 1)) + lane_sum(word(base, j + 2));
     const float centred = static_cast<float>(static_cast<int32_t>(sum) - 393210) * 0x1p-16f;
     out[c] = mean + deviation * centred;
@@ -56,10 +62,10 @@ void InitialRows::fill(int64_t key, float* out) const {
   const uint64_t base = mix64(static_cast<uint64_t>(key) + seed);
   switch (kind) {
     case InitKind::kUniform:
-      fill_uniform(base, a, b, dim, out);
+      fill_uniform(base, a, b, first_column, dim, out);
       return;
     case InitKind::kNormal:
-      fill_normal(base, a, b, dim, out);
+      fill_normal(base, a, b, first_column, dim, out);
       return;
     case InitKind::kConstant:
       std::fill_n(out, dim, a);

@@ -22,10 +22,11 @@ struct InitialRows {
   uint64_t bank_rows = 0;
   uint64_t seed = 0;
   uint32_t dim = 0;
+  uint32_t first_column = 0;  // of the dim columns; the bank starts there
 
   // Throws std::invalid_argument.
   void validate() const;
-  // Writes the row of `key`, dim floats.
+  // Writes the row of `key`, dim floats: the columns from first_column on.
   void fill(int64_t key, float* out) const;
 };
 
