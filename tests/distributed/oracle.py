@@ -32,6 +32,33 @@ class Table:
     features: tuple[str, ...]
     is_mean: bool = False
     seed: int = 0
+    owners: tuple[tuple[int, int], ...] = ()
+    """(columns, rank) of each part that one rank has, in the order of the columns; none: row-wise. Ranks count modulo
+    the number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Columns of a table that ranks have rows of."""
+
+    table: Table
+    first: int
+    dim: int
+    owner: int | None
+    """None: every rank has the rows of its ids."""
+
+    def has(self, id_: int, rank: int, world_size: int) -> bool:
+        return (owner(id_, world_size) if self.owner is None else self.owner) == rank
+
+
+def parts_of(table: Table, world_size: int) -> list[Part]:
+    if not table.owners:
+        return [Part(table=table, first=0, dim=table.dim, owner=None)]
+    firsts = [sum(dim for dim, _ in table.owners[:i]) for i in range(len(table.owners))]
+    return [
+        Part(table=table, first=first, dim=dim, owner=rank % world_size)
+        for first, (dim, rank) in zip(firsts, table.owners, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +120,19 @@ class Oracle:
         """``make``: the kernel class, on the host, that the tables under test have on their device."""
         self.tables, self.rank, self.world_size, self.is_weighted = list(tables), rank, world_size, is_weighted
         self.dense = dense
-        self.rows = {
-            t.name: {i: n for n, i in enumerate(u for u in universe[t.name] if owner(u, world_size) == rank)}
-            for t in tables
-        }
+        self.parts = [part for t in tables for part in parts_of(t, world_size)]
+        self.mine = [part for part in self.parts if part.owner in (None, rank)]
+        self.rows = [
+            {i: n for n, i in enumerate(u for u in universe[p.table.name] if p.has(u, rank, world_size))}
+            for p in self.mine
+        ]
         self.kernels = []
         device = torch.device("cpu")
-        for table in self.tables:
+        for part, rows in zip(self.mine, self.rows, strict=True):
+            table = part.table
             kernel = make(
                 KernelSpec(
-                    tables=(KernelTable(name=table.name, dim=table.dim, num_slots=max(1, len(self.rows[table.name]))),),
+                    tables=(KernelTable(name=table.name, dim=part.dim, num_slots=max(1, len(rows))),),
                     feature_table=(0,) * len(table.features),
                     optimizer=optimizer,
                     is_weighted=is_weighted,
@@ -110,8 +140,9 @@ class Oracle:
                 )
             )
             arrays = kernel.slot_arrays(0)
-            for id_, row in self.rows[table.name].items():
-                arrays.weights[row] = torch.from_numpy(initial_row(table, id_))
+            for id_, row in rows.items():
+                columns = slice(part.first, part.first + part.dim)
+                arrays.weights[row] = torch.from_numpy(initial_row(table, id_)[columns])
             states = optimizer.row_states()
             for array, state in zip(arrays.row_states, [s for s in states if not s.is_row_wise], strict=True):
                 array.fill_(state.initial_value)
@@ -134,31 +165,28 @@ class Oracle:
             grads: list[Tensor] = [torch.empty(0)] * self.world_size
             dist.all_gather_object(grads, leaf.grad / self.world_size)
             grad = torch.cat(grads, 0)
-            column = 0
-            for kernel, kept in zip(self.kernels, saved, strict=True):
-                width = kernel.spec.total_dim
-                kernel.backward(kept, grad[:, column : column + width], step=self.step_number)
-                column += width
+            for part, kernel, kept in zip(self.mine, self.kernels, saved, strict=True):
+                columns = self._columns_of(part)
+                kernel.backward(kept, grad[:, columns].contiguous(), step=self.step_number)
             dense_optimizer.step()
         return loss.detach()
 
     def state_of(self, table: int) -> dict[int, np.ndarray]:
-        """id -> float32 [weights, row states, row-wise states], for every owned id."""
+        """id -> float32 [weights, row states, row-wise states], for every id of a table, or part, that is here."""
         arrays = self.kernels[table].slot_arrays(0)
         columns = [arrays.weights, *arrays.row_states, *(a.unsqueeze(1) for a in arrays.row_wise_states)]
         records = torch.cat(columns, 1).numpy()
-        return {id_: records[row] for id_, row in self.rows[self.tables[table].name].items()}
+        return {id_: records[row] for id_, row in self.rows[table].items()}
 
-    def _partial_pools(self, batches: Sequence[Batch]) -> tuple[Tensor, list[object]]:
-        parts, saved = [], []
-        for table, kernel in zip(self.tables, self.kernels, strict=True):
+    def _partial_pools(self, batches: Sequence[Batch]) -> tuple[list[Tensor], list[object]]:
+        pools, saved = [], []
+        for part, kernel, known in zip(self.mine, self.kernels, self.rows, strict=True):
             slots, offsets, weights = [], [0], []
-            known = self.rows[table.name]
-            for feature in table.features:
+            for feature in part.table.features:
                 for batch in batches:
                     for bag in batch.bags[feature]:
                         for id_, weight in bag:
-                            if owner(id_, self.world_size) == self.rank:
+                            if part.has(id_, self.rank, self.world_size):
                                 slots.append(known[id_])
                                 weights.append(weight)
                         offsets.append(len(slots))
@@ -167,19 +195,36 @@ class Oracle:
                 torch.tensor(offsets, dtype=torch.int64),
                 torch.tensor(weights, dtype=torch.float32) if self.is_weighted else None,
             )
-            parts.append(pooled)
+            pools.append(pooled)
             saved.append(kept)
-        return torch.cat(parts, 1), saved
+        return pools, saved
 
-    def _exchange_pools(self, partial: Tensor, batches: Sequence[Batch]) -> Tensor:
-        everyone: list[Tensor] = [torch.empty(0)] * self.world_size
-        dist.all_gather_object(everyone, partial)
+    def _exchange_pools(self, pools: list[Tensor], batches: Sequence[Batch]) -> Tensor:
+        """Every part's pools in its place: of one rank, or added up in rank order."""
+        everyone: list[list[Tensor]] = [[]] * self.world_size
+        dist.all_gather_object(everyone, pools)
         start = sum(b.num_bags for b in batches[: self.rank])
         own = slice(start, start + batches[self.rank].num_bags)
-        total = everyone[0][own].clone()
-        for part in everyone[1:]:
-            total += part[own]
-        return total
+        whole = torch.empty(batches[self.rank].num_bags, sum(t.dim * len(t.features) for t in self.tables))
+        left = [iter(theirs) for theirs in everyone]
+        for part in self.parts:
+            ranks = range(self.world_size) if part.owner is None else [part.owner]
+            first, *others = [next(left[rank])[own] for rank in ranks]
+            total = first.clone()
+            for other in others:
+                total += other
+            whole[:, self._columns_of(part)] = total
+        return whole
+
+    def _columns_of(self, part: Part) -> list[int]:
+        """Of the output, feature after feature."""
+        start, columns = 0, []
+        for table in self.tables:
+            for _ in table.features:
+                if table is part.table:
+                    columns += range(start + part.first, start + part.first + part.dim)
+                start += table.dim
+        return columns
 
     def _mean(self, pooled: Tensor, batch: Batch) -> Tensor:
         column, parts = 0, []

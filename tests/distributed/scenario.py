@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ShardingEnv
+from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingEnv, ShardMetadata
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -27,7 +28,7 @@ from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.torch_kernel import TorchKernel
 from hybridrec.native import unmix64
-from tests.distributed.oracle import Batch, Oracle, Table, owner, scenario_loss
+from tests.distributed.oracle import Batch, Oracle, Table, parts_of, scenario_loss
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -114,10 +115,11 @@ def device_rows(scenario: Scenario, table: Table, batches: Sequence[Sequence[Bat
         return max(1, scenario.ids_per_table // world_size // 10)
     if scenario.cache == "one":
         return 1
-    largest = 1
+    largest, parts = 1, parts_of(table, world_size)
     for everyone in batches:
         ids = {id_ for b in everyone for f in table.features for bag in b.bags[f] for id_, _ in bag}
-        largest = max(largest, *(sum(owner(i, world_size) == r for i in ids) for r in range(world_size)))
+        shares = [sum(part.has(i, r, world_size) for i in ids) for part in parts for r in range(world_size)]
+        largest = max(largest, *shares)
     return max(1, largest * 4 // 5) if scenario.cache == "below" else largest
 
 
@@ -173,6 +175,9 @@ def build(
         },
     )
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    for table in scenario.tables:
+        if table.owners:
+            plan.plan["ebc"][table.name] = give_to_owners(plan.plan["ebc"][table.name], table, world_size)
     dmp = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adagrad(p, lr=0.1)
@@ -182,8 +187,22 @@ def build(
     return dmp, CombinedOptimizer([dmp.fused_optimizer, dense])
 
 
+def give_to_owners(planned: ParameterSharding, table: Table, world_size: int) -> ParameterSharding:
+    """The same table with all rows of its columns on single ranks."""
+    parts = parts_of(table, world_size)
+    rows = planned.sharding_spec.shards[0].shard_sizes[0]
+    shards = [ShardMetadata([0, p.first], [rows, p.dim], f"rank:{p.owner}/cpu") for p in parts]
+    return dataclasses.replace(
+        planned,
+        sharding_type="table_wise" if len(parts) == 1 else "column_wise",
+        ranks=[part.owner for part in parts],
+        sharding_spec=EnumerableShardingSpec(shards),
+    )
+
+
 def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
-    """For each table id -> float32 [weights, row states, row-wise states], wherever the row is now.
+    """For each table, or part of one, that is here id -> float32 [weights, row states, row-wise states], wherever the
+    row is now.
 
     Reads slots and store without moving anything: a flush would hide a write-back that is missing.
     """
@@ -192,8 +211,8 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
     synchronize = torch.get_device_module(dmp.device).synchronize
     synchronize()  # rows may still be on their way in
     group = lookup.log.group
-    by_name = {}
-    for t, name in enumerate(lookup.table_names):
+    found = []
+    for t in range(len(lookup.tables)):
         arrays = lookup._slot_arrays(t)
         columns = [arrays.weights, *arrays.row_states, *(a.unsqueeze(1) for a in arrays.row_wise_states)]
         in_slots = torch.cat(columns, 1).cpu().numpy()
@@ -203,9 +222,11 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
         records = np.empty((len(ids), in_slots.shape[1]), np.float32)
         records[slots >= 0] = in_slots[slots[slots >= 0]]
         records[slots < 0] = group.read_records(t, np.asarray(rows)[slots < 0])
-        by_name[name] = dict(zip(ids, records, strict=True))
+        found.append(dict(zip(ids, records, strict=True)))
     synchronize()  # a pipeline's own thread does not know that this one has read the slots
-    return [by_name[c.name] for c in ebc.embedding_bag_configs()]
+    order = [config.name for config in ebc.embedding_bag_configs()]
+    places = [(order.index(part.table.name), part.first_column) for part in ebc.parts]
+    return [rows for _, rows in sorted(zip(places, found, strict=True), key=lambda entry: entry[0])]
 
 
 def make_oracle(scenario: Scenario, dense: nn.Module) -> Oracle:
@@ -274,12 +295,12 @@ def raise_together(difference: str, step: int) -> None:
 
 def compare_state(scenario: Scenario, oracle: Oracle, tables: list[dict[int, np.ndarray]]) -> str:
     """Every row that lives equals the oracle's, bit for bit: what differs, or an empty string."""
-    for t, table in enumerate(scenario.tables):
-        expected = oracle.state_of(t)
+    for t, part in enumerate(oracle.mine):
+        table, expected = part.table, oracle.state_of(t)
         unknown = set(tables[t]) - set(expected)
         if unknown:
             return f"table {table.name}: ids {sorted(unknown)[:3]} do not belong here"
         for id_, record in tables[t].items():
             if record.tobytes() != np.ascontiguousarray(expected[id_]).tobytes():
-                return f"table {table.name}, id {id_}: {record} is not {expected[id_]}"
+                return f"table {table.name}, columns from {part.first}, id {id_}: {record} is not {expected[id_]}"
     return ""
