@@ -99,9 +99,9 @@ def sum_in_reverse() -> Iterator[None]:
     """Partial pools are added from the last rank to the first."""
     real = output_dist._SumInRankOrder.apply
 
-    def apply(partial: Tensor, received: Tensor, sizes: list[int], rank: int, group: Any) -> Tensor:
-        parts = received.view(len(sizes), sizes[rank], received.shape[1])
-        return real(partial, parts.flip(0).reshape(received.shape), sizes, rank, group)
+    def apply(partial: Tensor, received: Tensor, layout: Any) -> Tensor:
+        parts = received.view(len(layout.sizes), -1)
+        return real(partial, parts.flip(0).reshape(-1), layout)
 
     with mock.patch.object(output_dist._SumInRankOrder, "apply", apply):
         yield
