@@ -15,7 +15,7 @@ DEVICE_ATTRIBUTES = {"cuda", "npu", "is_cuda", "is_npu", "is_cpu"}
 """``x.cpu()`` is not among them: a copy to host memory, in torch's words, from whatever device."""
 DEVICE_MODULES = re.compile(r"(torch_npu|fbgemm_ascend|torch\.(cuda|npu|xpu|mtia))(\..+)?")
 DEVICE_WORDS = re.compile(r"\b(cuda|npu|xpu|mtia|hccl|nccl|torch_npu|fbgemm_ascend)\b", re.IGNORECASE)
-"""Nowhere in hybridrec, not even in a comment. Of "cpu", which also runs the host's code, only strings are looked at."""
+"""Nowhere in hybridrec, not even in comments. Of "cpu", which also runs the host's code, only strings count."""
 HOST_MODULE = ROOT / "hybridrec" / "backend.py"
 """Defines HOST, host memory in torch's words: the one place that says ``torch.device("cpu")``."""
 
