@@ -10,11 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrec.backend import KernelRequest, PlanningRates
+from hybridrec.backend import KernelRequest, PlanningRates, TbePlacement
 from hybridrec.errors import BackendError
 
 _TEST_ROWS, _TEST_DIM = 4096, 64
 """One MiB: more than a driver copies through a buffer of its own."""
+
+
+_TBE_OPTIMIZERS = frozenset({"none", "sgd", "adagrad", "rowwise_adagrad"})
+
+
+def tbe_limit(request: KernelRequest, *, where: str, dim_multiple: int, takes_weights: bool) -> str:
+    """What FBGEMM's tables lack for a request, whatever the device; empty: nothing.
+
+    Args:
+        request: Of a table.
+        where: For the message: "on the host".
+        dim_multiple: Dims must be a multiple of it.
+        takes_weights: Whether ids may carry weights.
+    """
+    if (request.pooling, request.dtype) != ("sum", torch.float32):
+        return f"FBGEMM's tables add float32 rows here, not {request.pooling!r} of {request.dtype}"
+    if request.optimizer not in _TBE_OPTIMIZERS:
+        return f"FBGEMM has no optimizer {request.optimizer!r} {where}"
+    if request.dim % dim_multiple:
+        return f"dim={request.dim} is no multiple of {dim_multiple}, which FBGEMM needs {where}"
+    if request.is_weighted and not takes_weights:
+        return f"FBGEMM takes no weights {where}"
+    return ""
 
 
 class AcceleratorBackend(abc.ABC):
@@ -32,9 +55,9 @@ class AcceleratorBackend(abc.ABC):
     def unavailable_reason(self) -> str | None:
         """None if the device can be used now, else why not and what to do."""
 
-    def kernel_name(self, request: KernelRequest) -> str:
-        """``"torch"``: plain PyTorch operators, which need nothing that a device's own library may lack."""
-        return "torch"
+    def tbe_placement(self, request: KernelRequest) -> TbePlacement | str:
+        """None of FBGEMM's: plain PyTorch operators need nothing that a device's own library may lack."""
+        return f"FBGEMM has no tables on device {self.device_type!r}"
 
     def planning_rates(self) -> PlanningRates | None:
         """TorchRec's constants for the alias."""

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrec.backend import KernelRequest, PlanningRates
+from device_backends import fbgemm_owner
+from device_backends.base import tbe_limit
+from hybridrec.backend import KernelRequest, PlanningRates, TbePlacement
 from hybridrec.errors import BackendError
 
 _MEMINFO = Path("/proc/meminfo")
 # cgroup v2 and v1; without a limit the first says "max", the second more bytes than any machine has
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_TBE_OPTIMIZERS = frozenset({"sgd", "adagrad", "rowwise_adagrad"})
-_TBE_DIM_MULTIPLE = 4
+_TBE = TbePlacement(location="HOST", compute_device="CPU")
 
 
 class CpuBackend:
@@ -31,13 +32,13 @@ class CpuBackend:
         """None: the host is always there."""
         return None
 
-    def kernel_name(self, request: KernelRequest) -> str:
-        """FBGEMM's kernel where its CPU build has the optimizer and the dim, else plain PyTorch operators.
+    def tbe_placement(self, request: KernelRequest) -> TbePlacement | str:
+        """FBGEMM's tables where its CPU build has the optimizer and the dim, unless its operators were replaced.
 
         Source: FBGEMM 1.8 refuses Adam on the CPU, and dims that are no multiple of 4.
         """
-        is_served = request.optimizer in _TBE_OPTIMIZERS and request.dim % _TBE_DIM_MULTIPLE == 0
-        return "tbe" if is_served and (request.pooling, request.dtype) == ("sum", torch.float32) else "torch"
+        limit = tbe_limit(request, where="on the host", dim_multiple=4, takes_weights=True)
+        return limit or fbgemm_owner.take_for_host() or _TBE
 
     def planning_rates(self) -> PlanningRates | None:
         """TorchRec's constants."""

@@ -1,6 +1,10 @@
 """CUDA GPUs.
 
-Every table is served by plain PyTorch operators here; FBGEMM's CUDA kernels are not used yet.
+FBGEMM's backward sorts the occurrences of a batch by row, stably, and one warp or block adds those of a row in that
+order: repeatable, and the same wherever the row is. A row that occurs more than 1,024 times in a batch is the exception
+(4,096 on the newest GPUs): several blocks share it and add their sums atomically, unless torch's deterministic mode is
+on (``torch.use_deterministic_algorithms(True)``). Source: FBGEMM 1.8,
+codegen/training/backward/embedding_backward_split_kernel_cta_template.cu.
 """
 
 from __future__ import annotations
@@ -9,7 +13,10 @@ import functools
 
 import torch
 
-from device_backends.base import AcceleratorBackend
+from device_backends.base import AcceleratorBackend, tbe_limit
+from hybridrec.backend import KernelRequest, TbePlacement
+
+_TBE = TbePlacement(location="DEVICE", compute_device="CUDA")
 
 
 class CudaBackend(AcceleratorBackend):
@@ -22,6 +29,15 @@ class CudaBackend(AcceleratorBackend):
     def unavailable_reason(self) -> str | None:
         """None if a GPU can be used now, else why not and what to do."""
         return _unavailable_reason()
+
+    def tbe_placement(self, request: KernelRequest) -> TbePlacement | str:
+        """FBGEMM's CUDA kernels.
+
+        Not its Adam: that takes the number of the step in the forward, where it counts batches that are never trained.
+        """
+        if request.optimizer == "adam":
+            return "FBGEMM's 'adam' counts forwards, not trained batches"
+        return tbe_limit(request, where="on GPUs", dim_multiple=4, takes_weights=True) or _TBE
 
 
 @functools.cache

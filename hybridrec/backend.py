@@ -39,6 +39,17 @@ class KernelRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TbePlacement:
+    """How FBGEMM's table-batched embedding, its "TBE", is built for a device, in FBGEMM's words."""
+
+    location: str
+    """Name of an ``EmbeddingLocation``: where the rows are."""
+    compute_device: str
+    """Name of a ``ComputeDevice``: whose operators are called. FBGEMM has no names but its own; any device whose
+    library registers operators under the same names is reached through one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanningRates:
     """What plans assume of a device: constants of its kind, so that every rank plans the same, on any machine."""
 
@@ -78,8 +89,12 @@ class DeviceBackend(Protocol):
     def unavailable_reason(self) -> str | None:
         """None if the device can be used now, else why not and what to do. May import what teaches torch its name."""
 
-    def kernel_name(self, request: KernelRequest) -> str:
-        """``"tbe"`` (FBGEMM's) or ``"torch"`` (plain operators): the kernel that serves such tables here."""
+    def tbe_placement(self, request: KernelRequest) -> TbePlacement | str:
+        """How FBGEMM's tables serve such a table here; or, as a str, why not, and then plain operators do.
+
+        May import what registers FBGEMM's operators for the device. An offer is tried with known values before rows
+        are trained with it, and not used if they come out wrong.
+        """
 
     def planning_rates(self) -> PlanningRates | None:
         """None: TorchRec's own constants for the alias."""

@@ -13,6 +13,8 @@ class TableStats:
 
     table: str
     rank: int
+    kernel: str
+    """What looks its rows up and steps them, on all ranks: ``"tbe"`` (FBGEMM) or ``"torch"`` (plain operators)."""
     rows: int
     """Live rows of this rank's shard."""
     resident: int

@@ -85,11 +85,17 @@ _require_attributes(
     SplitTableBatchedEmbeddingBagsCodegen,
     ("split_embedding_weights", "split_optimizer_states", "set_learning_rate"),
 )
-_require_attributes("ComputeDevice", ComputeDevice, ("CPU",))
-_require_attributes("EmbeddingLocation", EmbeddingLocation, ("HOST",))
 _require_attributes("BoundsCheckMode", BoundsCheckMode, ("NONE",))
 _require_attributes("PoolingMode", PoolingMode, ("SUM",))
 _require_attributes("EmbOptimType", EmbOptimType, ("EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD"))
+
+
+def table_placement(location: str, compute_device: str) -> tuple[Any, Any]:
+    """FBGEMM's (location, compute device) of the same names. Raises BackendError: it has none of that name."""
+    _require_attributes("EmbeddingLocation", EmbeddingLocation, (location,))
+    _require_attributes("ComputeDevice", ComputeDevice, (compute_device,))
+    return getattr(EmbeddingLocation, location), getattr(ComputeDevice, compute_device)
+
 
 HAS_PREALLOCATED_HOST_BUFFERS = (
     "preallocated_host_buffers" in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters

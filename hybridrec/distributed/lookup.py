@@ -307,6 +307,7 @@ class PooledLookup(nn.Module):
             TableStats(
                 table=table.name,
                 rank=self._rank,
+                kernel=table.kernel,
                 slots=self._num_slots[t],
                 oversized=self._num_oversized[t],
                 oversized_bytes=self._passes.moved_bytes[t],
@@ -420,7 +421,8 @@ class PooledLookup(nn.Module):
                 is_weighted=self._is_weighted,
                 device=self._device,
                 is_pooled=self.is_pooled,
-            )
+            ),
+            tables[0].kernel,
         )
 
     def _slot_arrays(self, table: int) -> SlotArrays:

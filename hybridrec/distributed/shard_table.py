@@ -21,3 +21,5 @@ class ShardTable:
     optimizer: OptimizerSpec
     num_features: int
     """Features that look it up."""
+    kernel: str
+    """Which kernel serves it, as all ranks agreed: ``"tbe"`` or ``"torch"``."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from hybridrec.config import TableConfig
 from hybridrec.distributed.device_check import check_collectives
 from hybridrec.distributed.host_env import check_host_env, own_host_group
 from hybridrec.distributed.host_memory import HostBudget, local_world_size
+from hybridrec.distributed.kernel_agreement import agree_on_kernels
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.placement import Placement, place
 from hybridrec.distributed.planner_demand import TableDemand
@@ -28,7 +31,7 @@ from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagC
 from hybridrec.distributed.verdict import agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import BackendError, ConfigError
-from hybridrec.kernels.factory import group_tables
+from hybridrec.kernels.factory import KernelChoice, group_tables, kernel_choice
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 from hybridrec.native import table_seed
@@ -38,6 +41,16 @@ from hybridrec.store.row_state_layout import RowStateLayout
 logger = logging.getLogger("hybridrec")
 _SHARDING_TYPES = SHARDING_TYPES[:1]
 install_planner_wraps(HybridPlanPolicy())  # at import, so that a Topology may be made before the sharders are
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlannedPart:
+    """A part of a table, and all that was decided about it."""
+
+    part: TablePart
+    plan: ParameterSharding
+    optimizer: OptimizerSpec
+    kernel: KernelChoice
 
 
 class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbeddingBagCollection]):  # type: ignore[misc]
@@ -113,8 +126,9 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
     ) -> ShardedHashEmbeddingBagCollection:
         """Build this rank's shards. No row exists yet and, on the host, no memory for any is taken.
 
-        Collective over the host group: what one rank refuses, all refuse. On a device that is not the host the first
-        call tests copies and, over the device group, collectives with known values.
+        Collective over the host group: what one rank refuses, all refuse, and a kernel that one rank lacks serves on
+        none. On a device that is not the host the first call tests copies, FBGEMM's kernels and, over the device group,
+        collectives with known values.
 
         Raises:
             ConfigError: The plan lacks a table or asks for what does not exist; a table has no optimizer; the groups
@@ -122,15 +136,13 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             BackendError: The slots do not fit the device; or the device or its collectives failed their self-test.
         """
         host_group = own_host_group(self._host_group, env.process_group)
-        sharded, error = None, None
-        try:
-            sharded = self._shard(module, params, env, device, module_fqn, host_group)
-        except Exception as e:  # travels to the other ranks
-            error = e
-        agreed = agree(error, host_group)
-        if agreed is not None:
-            raise agreed from (None if agreed is error else error)
-        assert sharded is not None
+        with _raising_together(host_group):
+            device = parse_device(device) or module.target_device
+            planned = self._planned_parts(module, params, env, device, module_fqn, host_group)
+        choices = agree_on_kernels([p.part.name for p in planned], [p.kernel for p in planned], host_group)
+        planned = [replace(p, kernel=choice) for p, choice in zip(planned, choices, strict=True)]
+        with _raising_together(host_group):
+            sharded = self._shard(module, planned, env, device, host_group)
         self._check_collectives(sharded, host_group)
         return sharded
 
@@ -145,16 +157,16 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                     host_group=host_group,
                 )
 
-    def _shard(
+    def _planned_parts(
         self,
         module: HashEmbeddingBagCollection,
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
-        device: torch.device | None,
+        device: torch.device,
         module_fqn: str | None,
         host_group: dist.ProcessGroup,
-    ) -> ShardedHashEmbeddingBagCollection:
-        device = parse_device(device) or module.target_device
+    ) -> list[_PlannedPart]:
+        """All parts of all tables, on all ranks, with the kernels that this rank would choose for them."""
         if env.process_group is None:
             raise ConfigError(f"{module_fqn or type(module).__name__}: env has no process group to send pools over.")
         if env.world_size != host_group.size() or env.rank != host_group.rank():
@@ -175,56 +187,46 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"{module_fqn or type(module).__name__}: the plan has no entry for table {missing[0]!r} "
                 f"({len(missing)} of {len(tables)} tables are missing). Plan the whole collection, or shard none of it."
             )
-        optimizers = {table.name: self._checked_optimizer(module, table, params[table.name]) for table in tables}
-        groups = self._grouped_parts(module, tables, params, optimizers, env.world_size, device)
-        routing = Routing(parts=tuple(part for group in groups for part in group), world_size=env.world_size)
-        kernels = [
-            [self._shard_table(part, params[part.table.name], optimizers[part.table.name], env) for part in group]
-            for group in groups
-            if group[0].owner in (None, env.rank)
-        ]
+        resolve_backend(device.type).self_test(device)
+        planned = []
+        for table in tables:
+            optimizer = self._checked_optimizer(module, table, params[table.name])
+            for part in parts_of(table, params[table.name], env.world_size):
+                check_columns(part, optimizer)
+                kernel = kernel_choice(optimizer, dim=part.dim, is_weighted=module.is_weighted(), device=device)
+                planned.append(_PlannedPart(part=part, plan=params[table.name], optimizer=optimizer, kernel=kernel))
+        return planned
+
+    def _shard(
+        self,
+        module: HashEmbeddingBagCollection,
+        planned: Sequence[_PlannedPart],
+        env: ShardingEnv,
+        device: torch.device,
+        host_group: dist.ProcessGroup,
+    ) -> ShardedHashEmbeddingBagCollection:
+        groups = _grouped(planned)
+        routing = Routing(parts=tuple(p.part for group in groups for p in group), world_size=env.world_size)
+        kernels = [[_shard_table(p, env) for p in group] for group in groups if group[0].part.owner in (None, env.rank)]
         self._check_device_memory([table for group in kernels for table in group], device)
-        backend = resolve_backend(device.type)
-        backend.self_test(device)
         lookup = PooledLookup(
             kernels,
             is_weighted=module.is_weighted(),
             device=device,
-            backend=backend,
+            backend=resolve_backend(device.type),
             rank=env.rank,
             world_size=env.world_size,
             host_budget_bytes=self._host_budget.part_of(module),
         )
         return ShardedHashEmbeddingBagCollection(
-            module, tables, lookup, routing, device_group=env.process_group, host_group=host_group, device=device
+            module,
+            module.table_configs,
+            lookup,
+            routing,
+            device_group=env.process_group,
+            host_group=host_group,
+            device=device,
         )
-
-    def _grouped_parts(
-        self,
-        module: HashEmbeddingBagCollection,
-        tables: Sequence[TableConfig],
-        params: Mapping[str, ParameterSharding],
-        optimizers: Mapping[str, OptimizerSpec],
-        world_size: int,
-        device: torch.device,
-    ) -> list[list[TablePart]]:
-        """The parts of all kernels of all ranks, in the order of `Routing`: row-wise ones apart from owned ones."""
-        by_owner: dict[int, list[TablePart]] = {}
-        for table in tables:
-            for part in parts_of(table, params[table.name], world_size):
-                check_columns(part, optimizers[table.name])
-                by_owner.setdefault(-1 if part.owner is None else part.owner, []).append(part)
-        return [
-            group
-            for _, parts in sorted(by_owner.items())
-            for group in group_tables(
-                parts,
-                dim=lambda part: part.dim,
-                optimizer=lambda part: optimizers[part.table.name],
-                is_weighted=module.is_weighted(),
-                device=device,
-            )
-        ]
 
     def _checked_optimizer(
         self, module: HashEmbeddingBagCollection, table: TableConfig, planned: ParameterSharding
@@ -250,37 +252,6 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"{table.device_rows:,}",
             )
         return optimizer
-
-    def _shard_table(
-        self, part: TablePart, planned: ParameterSharding, optimizer: OptimizerSpec, env: ShardingEnv
-    ) -> ShardTable:
-        """A part that this rank holds rows of."""
-        table, cache = part.table, planned.cache_params
-        layout = RowStateLayout(part.dim, optimizer.row_states())
-        num_ranks = env.world_size if part.owner is None else 1
-        placed = place(table, planned.compute_kernel, None if cache is None else cache.load_factor, num_ranks)
-        spec = ShardSpec(
-            name=part.name,
-            dim=part.dim,
-            first_column=part.first_column,
-            num_row_states=len(layout.row_states),
-            num_row_wise_states=len(layout.row_wise_states),
-            state_initial_values=layout.initial_values,
-            num_slots=placed.num_slots,
-            planned_rows=placed.planned_rows,
-            max_rows=placed.max_rows,
-            full_policy=table.full_policy.value,
-            table_seed=table_seed(table.seed, table.name),
-            **_initial_fields(part),
-        )
-        return ShardTable(
-            name=part.name,
-            spec=spec,
-            placed=placed,
-            layout=layout,
-            optimizer=optimizer,
-            num_features=part.num_features,
-        )
 
     def _optimizer_of(self, table: TableConfig, parameter: nn.Parameter) -> OptimizerSpec:
         """From `apply_optimizer_in_backward` if it was called for the table, else from ``fused_params``."""
@@ -311,6 +282,65 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"{largest.placed.placement.value!r}. "
                 "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
             )
+
+
+def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
+    """A part that this rank holds rows of."""
+    part, optimizer = planned.part, planned.optimizer
+    table, cache = part.table, planned.plan.cache_params
+    layout = RowStateLayout(part.dim, optimizer.row_states())
+    num_ranks = env.world_size if part.owner is None else 1
+    placed = place(table, planned.plan.compute_kernel, None if cache is None else cache.load_factor, num_ranks)
+    spec = ShardSpec(
+        name=part.name,
+        dim=part.dim,
+        first_column=part.first_column,
+        num_row_states=len(layout.row_states),
+        num_row_wise_states=len(layout.row_wise_states),
+        state_initial_values=layout.initial_values,
+        num_slots=placed.num_slots,
+        planned_rows=placed.planned_rows,
+        max_rows=placed.max_rows,
+        full_policy=table.full_policy.value,
+        table_seed=table_seed(table.seed, table.name),
+        **_initial_fields(part),
+    )
+    return ShardTable(
+        name=part.name,
+        spec=spec,
+        placed=placed,
+        layout=layout,
+        optimizer=optimizer,
+        num_features=part.num_features,
+        kernel=planned.kernel.name,
+    )
+
+
+def _grouped(planned: Sequence[_PlannedPart]) -> list[list[_PlannedPart]]:
+    """The parts of all kernels of all ranks, in the order of `Routing`: row-wise ones apart from owned ones."""
+    by_owner: dict[int, list[_PlannedPart]] = {}
+    for one in planned:
+        by_owner.setdefault(-1 if one.part.owner is None else one.part.owner, []).append(one)
+    return [
+        group
+        for _, parts in sorted(by_owner.items())
+        for group in group_tables(
+            parts, dim=lambda p: p.part.dim, optimizer=lambda p: p.optimizer, name=lambda p: p.kernel.name
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _raising_together(host_group: dist.ProcessGroup) -> Iterator[None]:
+    """What the block raises on one rank, all raise. Collective over the host group."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as e:  # travels to the other ranks
+        error = e
+    agreed = agree(error, host_group)
+    if agreed is not None:
+        raise agreed from (None if agreed is error else error)
 
 
 def _initial_fields(part: TablePart) -> dict[str, Any]:

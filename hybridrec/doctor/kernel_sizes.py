@@ -15,7 +15,7 @@ import torch
 from hybridrec.backend import HOST, resolve_backend
 from hybridrec.doctor.child import Channel
 from hybridrec.doctor.kernels import check_kernel, large_case
-from hybridrec.kernels.factory import kernel_name
+from hybridrec.kernels.factory import kernel_choice
 from hybridrec.kernels.optimizer import OptimizerKind, OptimizerSpec
 
 DIMS = (6, 8, 64, 128)
@@ -47,7 +47,7 @@ def _check(
 ) -> None:
     case = large_case(dim, is_weighted=is_weighted, num_rows=args.rows, num_bags=args.bags)
     channel.begin(f"{kind}, {case.name}")
-    name = kernel_name(OptimizerSpec(kind=kind), dim=dim, is_weighted=is_weighted, device=device)
+    name = kernel_choice(OptimizerSpec(kind=kind), dim=dim, is_weighted=is_weighted, device=device).name
     started = time.perf_counter()
     try:
         check_kernel(kind, case, is_weighted=is_weighted, device=device)

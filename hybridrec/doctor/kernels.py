@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridrec.doctor.report import Finding, Status
-from hybridrec.errors import BackendError, HybridRecError
+from hybridrec.errors import BackendError
 from hybridrec.kernels.base import KernelSpec, KernelTable
-from hybridrec.kernels.factory import kernel_name, make_kernel
+from hybridrec.kernels.factory import KernelChoice, kernel_choice, make_kernel
 from hybridrec.kernels.optimizer import OptimizerKind, OptimizerSpec
 
 SECTION = "Kernels"
@@ -95,8 +94,8 @@ def findings(device: torch.device) -> Iterator[Finding]:
             continue
         cases = [(dim, is_weighted) for dim in DIMS for is_weighted in (False, True)]
         try:
-            names = {
-                case: kernel_name(OptimizerSpec(kind=kind), dim=case[0], is_weighted=case[1], device=device)
+            choices = {
+                case: kernel_choice(OptimizerSpec(kind=kind), dim=case[0], is_weighted=case[1], device=device)
                 for case in cases
             }
             for dim, is_weighted in cases:
@@ -109,16 +108,17 @@ def findings(device: torch.device) -> Iterator[Finding]:
             value = f"does not work: {type(error).__name__}: {error}"
             yield Finding(section=SECTION, what=kind, value=value, status=Status.FAIL, remedy=remedy)
             continue
-        yield Finding(section=SECTION, what=kind, value=_describe(kind, names, device))
+        yield Finding(section=SECTION, what=kind, value=_describe(choices))
 
 
-def _describe(kind: OptimizerKind, names: dict[tuple[int, bool], str], device: torch.device) -> str:
+def _describe(choices: dict[tuple[int, bool], KernelChoice]) -> str:
+    names = {case: choice.name for case, choice in choices.items()}
     used = dict.fromkeys(names.values())
     if len(used) == 1:
         text = f"{next(iter(used))} for all tables"
     else:
         text = "; ".join(f"{name} for {_cases([c for c in names if names[c] == name])}" for name in used)
-    reasons = {reason for c in names if names[c] != "tbe" and (reason := why_not_tbe(kind, c[0], c[1], device))}
+    reasons = {choice.reason for choice in choices.values() if choice.reason}
     return f"{text}. Checked." + "".join(f" Not tbe: {reason}." for reason in sorted(reasons))
 
 
@@ -127,20 +127,6 @@ def _cases(cases: list[tuple[int, bool]]) -> str:
     both = {dim for dim, _ in cases if {(dim, True), (dim, False)} <= set(cases)}
     words = [f"dim {dim}" + ("" if dim in both else " weighted" if w else " unweighted") for dim, w in cases]
     return ", ".join(dict.fromkeys(words))
-
-
-def why_not_tbe(kind: OptimizerKind, dim: int, is_weighted: bool, device: torch.device) -> str:
-    """What FBGEMM's kernel answers to such a table; empty if it would take it (the backend does not use it)."""
-    try:
-        from hybridrec.kernels.tbe_kernel import TbeKernel
-
-        TbeKernel(_spec(kind, dim, 3, is_weighted, device))
-    except HybridRecError as error:
-        reason = re.sub(r"^tables? 'doctor': ", "", str(error))
-        return reason.partition(". ")[0].partition("; ")[0]
-    except Exception as error:  # FBGEMM's operators may be anybody's
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return ""
 
 
 def _spec(kind: OptimizerKind, dim: int, num_slots: int, is_weighted: bool, device: torch.device) -> KernelSpec:

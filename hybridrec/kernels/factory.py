@@ -2,52 +2,90 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from hybridrec.backend import KernelRequest, resolve_backend
+from hybridrec.backend import KernelRequest, TbePlacement, resolve_backend
 from hybridrec.errors import BackendError
 from hybridrec.kernels.base import KernelSpec, LookupKernel
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.probe import why_tbe_fails
 from hybridrec.kernels.sequence_kernel import SequenceKernel
 from hybridrec.kernels.torch_kernel import TorchKernel
+
+logger = logging.getLogger("hybridrec")
 
 TableT = TypeVar("TableT")
 
 
-def kernel_name(optimizer: OptimizerSpec, *, dim: int, is_weighted: bool, device: torch.device) -> str:
-    """``"tbe"`` or ``"torch"``. Depends on what a table is, never on its size.
+class KernelChoice(NamedTuple):
+    """Which kernel serves a table."""
 
-    Weight decay always goes to ``"torch"``: FBGEMM's kernels ignore it.
+    name: str
+    """``"tbe"`` or ``"torch"``."""
+    reason: str = ""
+    """Why not ``"tbe"``; empty if it is."""
+
+
+def kernel_choice(optimizer: OptimizerSpec, *, dim: int, is_weighted: bool, device: torch.device) -> KernelChoice:
+    """The kernel of a table on this rank. Depends on what the table is, never on its size.
+
+    Where slots are not in host memory FBGEMM's kernel is tried first, once a process; see `probe`. Weight decay always
+    goes to ``"torch"``: FBGEMM's kernels ignore it.
+
+    Raises:
+        BackendError: The device, or what its backend should answer, is missing.
     """
     if optimizer.weight_decay != 0.0:
-        return "torch"
+        return KernelChoice("torch", "FBGEMM's kernels ignore weight_decay")
     backend = resolve_backend(device.type)
-    name = backend.kernel_name(KernelRequest(optimizer=optimizer.kind, dim=dim, is_weighted=is_weighted))
-    if name not in ("tbe", "torch"):
+    offer = backend.tbe_placement(KernelRequest(optimizer=optimizer.kind, dim=dim, is_weighted=is_weighted))
+    if not isinstance(offer, (str, TbePlacement)):
         raise BackendError(
-            f"device {device.type!r}: its backend names kernel {name!r} for optimizer {optimizer.kind!r}, dim {dim}. "
-            "Known: 'tbe', 'torch'. Correct the backend's kernel_name."
+            f"device {device.type!r}: its backend answers {offer!r} for optimizer {optimizer.kind!r}, dim {dim}, where "
+            "a TbePlacement or a reason is wanted. Correct the backend's tbe_placement."
         )
-    return name
+    if backend.is_host_memory:
+        return KernelChoice("torch", offer) if isinstance(offer, str) else KernelChoice("tbe")
+    reason = (
+        offer
+        if isinstance(offer, str)
+        else why_tbe_fails(optimizer.kind, dim=dim, is_weighted=is_weighted, device=backend.indexed(device))
+    )
+    if reason:
+        _log_once(logging.INFO if isinstance(offer, str) else logging.WARNING, device.type, optimizer.kind, reason)
+    return KernelChoice("torch", reason) if reason else KernelChoice("tbe")
 
 
-def make_kernel(spec: KernelSpec) -> LookupKernel:
+@functools.cache
+def _log_once(level: int, device_type: str, optimizer: str, reason: str) -> None:
+    logger.log(level, "device %r: tables with optimizer %r use plain operators: %s", device_type, optimizer, reason)
+
+
+def make_kernel(spec: KernelSpec, name: str | None = None) -> LookupKernel:
     """Build the kernel of tables that `group_tables` put together.
+
+    Args:
+        spec: The tables.
+        name: Of the kernel, as the ranks agreed; None: this rank's own choice.
 
     Raises:
         ConfigError: The kernel cannot serve the spec.
         BackendError: The device, or the library that the kernel needs, is missing.
     """
-    names = {
-        kernel_name(spec.optimizer, dim=table.dim, is_weighted=spec.is_weighted, device=spec.device)
-        for table in spec.tables
-    }
-    assert len(names) == 1, f"tables of one spec need different kernels: {names}"
+    if name is None:
+        names = {
+            kernel_choice(spec.optimizer, dim=table.dim, is_weighted=spec.is_weighted, device=spec.device).name
+            for table in spec.tables
+        }
+        assert len(names) == 1, f"tables of one spec need different kernels: {names}"
+        (name,) = names
     kernel_class: type[LookupKernel] = TorchKernel
-    if names == {"tbe"}:
+    if name == "tbe":
         # FBGEMM takes seconds to import and is not everywhere.
         from hybridrec.kernels.tbe_kernel import TbeKernel
 
@@ -60,8 +98,7 @@ def group_tables(
     *,
     dim: Callable[[TableT], int],
     optimizer: Callable[[TableT], OptimizerSpec],
-    is_weighted: bool,
-    device: torch.device,
+    name: Callable[[TableT], str],
 ) -> list[list[TableT]]:
     """Put tables together that may share a kernel: same kernel class, equal optimizer (learning rate included).
 
@@ -71,8 +108,7 @@ def group_tables(
         tables: Anything that stands for a table.
         dim: D of one.
         optimizer: That of one.
-        is_weighted: Of all; the collection's.
-        device: Where the slots are.
+        name: The kernel that serves one.
 
     Returns:
         Groups in order of their first table; tables of a group in the order given.
@@ -80,6 +116,6 @@ def group_tables(
     groups: dict[Hashable, list[TableT]] = {}
     for table in tables:
         d, o = dim(table), optimizer(table)
-        name = kernel_name(o, dim=d, is_weighted=is_weighted, device=device)
-        groups.setdefault((name, o, d if name == "torch" else None), []).append(table)
+        kernel = name(table)
+        groups.setdefault((kernel, o, d if kernel == "torch" else None), []).append(table)
     return list(groups.values())

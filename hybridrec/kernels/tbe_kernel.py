@@ -1,7 +1,9 @@
-"""`TbeKernel`: lookup and row update with FBGEMM's table-batched embedding, its "TBE", in host memory.
+"""`TbeKernel`: lookup and row update with FBGEMM's table-batched embedding, its "TBE".
 
 FBGEMM's backward updates the rows itself: the gradient of its output is all that it needs, and there is no step to
 call. The graph that leads there stays inside: ``forward`` returns a detached output and keeps the other one.
+
+Where rows are and whose operators are called, the device's backend says; `hybridrec.kernels.probe` tries them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,12 @@ from torch import Tensor
 from hybridrec._compat.fbgemm import (
     HAS_PREALLOCATED_HOST_BUFFERS,
     BoundsCheckMode,
-    ComputeDevice,
-    EmbeddingLocation,
     EmbOptimType,
     PoolingMode,
     SplitTableBatchedEmbeddingBagsCodegen,
+    table_placement,
 )
-from hybridrec.backend import HOST
+from hybridrec.backend import KernelRequest, TbePlacement, resolve_backend
 from hybridrec.errors import ConfigError
 from hybridrec.kernels.base import KernelSpec, LookupKernel, PendingUpdate, SlotArrays
 from hybridrec.kernels.slot_memory import zeros
@@ -32,7 +33,7 @@ _OPTIMIZERS = {
 
 
 class TbeKernel(LookupKernel):
-    """FBGEMM's CPU kernels: SGD, Adagrad and row-wise Adagrad, dims that are a multiple of 4, float32.
+    """FBGEMM's kernels: SGD, Adagrad and row-wise Adagrad on float32 rows, for what a device's backend offers.
 
     FBGEMM checks no index (bounds check NONE): slots come from the slot index, never from the user. It keeps the
     learning rate as float32 and reads it in the forward.
@@ -42,16 +43,16 @@ class TbeKernel(LookupKernel):
         """Build FBGEMM's module over slots of our own memory.
 
         Raises:
-            ConfigError: FBGEMM cannot serve the spec on the host; says what it lacks.
+            ConfigError: FBGEMM cannot serve the spec on its device; says what it lacks.
         """
-        _check(spec)
+        self._placement = _check(spec)
         super().__init__(spec)
         self._learning_rate = spec.optimizer.learning_rate
         self._allocate()
 
     def _allocate(self) -> None:
         rate = self._learning_rate
-        self._tbe = _build_tbe(self.spec, rate)
+        self._tbe = _build_tbe(self.spec, self._placement, rate)
         self._applied = self._tbe, rate
         self._apply_rate()  # slots grow on a thread of their own: it may have been set while FBGEMM's module was made
         weights = self._tbe.split_embedding_weights()
@@ -109,40 +110,38 @@ class TbeKernel(LookupKernel):
         torch.autograd.backward(saved.take(), grad.contiguous())
 
 
-def _check(spec: KernelSpec) -> None:
+def _check(spec: KernelSpec) -> TbePlacement:
     names = ", ".join(repr(t.name) for t in spec.tables)
-    if spec.optimizer.kind not in _OPTIMIZERS:
-        raise ConfigError(
-            f"tables {names}: FBGEMM has no optimizer {spec.optimizer.kind!r} on the host. It has "
-            f"{', '.join(map(repr, _OPTIMIZERS))}. Use TorchKernel."
-        )
     if spec.optimizer.weight_decay != 0.0:
         raise ConfigError(
             f"tables {names}: weight_decay={spec.optimizer.weight_decay:g} would be ignored by FBGEMM. Use TorchKernel."
-        )
-    for table in spec.tables:
-        if table.dim % 4 != 0:
-            raise ConfigError(
-                f"table {table.name!r}: dim={table.dim} is no multiple of 4, which FBGEMM needs. Use TorchKernel."
-            )
-    if spec.device.type != HOST.type:
-        raise ConfigError(
-            f"tables {names}: TbeKernel keeps slots in host memory, not on {spec.device}; use TorchKernel."
         )
     if list(spec.feature_table) != sorted(spec.feature_table):
         raise ConfigError(
             f"tables {names}: feature_table={spec.feature_table} is not ascending. FBGEMM steps a row once for every "
             "run of features of its table. Feed features in the order of their tables."
         )
+    backend, placements = resolve_backend(spec.device.type), []
+    for table in spec.tables:
+        offer = backend.tbe_placement(
+            KernelRequest(optimizer=spec.optimizer.kind, dim=table.dim, is_weighted=spec.is_weighted)
+        )
+        if isinstance(offer, str):
+            raise ConfigError(f"table {table.name!r}: {offer}. Use TorchKernel.")
+        placements.append(offer)
+    return placements[0]
 
 
-def _build_tbe(spec: KernelSpec, learning_rate: float) -> SplitTableBatchedEmbeddingBagsCodegen:
+def _build_tbe(
+    spec: KernelSpec, placement: TbePlacement, learning_rate: float
+) -> SplitTableBatchedEmbeddingBagsCodegen:
     # FBGEMM tells tables apart by where their rows start, so each needs a row of its own.
     rows = [max(1, table.num_slots) for table in spec.tables]
     dims = [table.dim for table in spec.tables]
     optimizer = _OPTIMIZERS[spec.optimizer.kind]
+    where = table_placement(placement.location, placement.compute_device)
     more = {}
-    if HAS_PREALLOCATED_HOST_BUFFERS:
+    if HAS_PREALLOCATED_HOST_BUFFERS and resolve_backend(spec.device.type).is_host_memory:
         floats = sum(r * d for r, d in zip(rows, dims, strict=True))
         buffers = {"weights": zeros((floats,), spec.device)}
         if spec.optimizer.row_states():
@@ -150,7 +149,7 @@ def _build_tbe(spec: KernelSpec, learning_rate: float) -> SplitTableBatchedEmbed
             buffers["momentum1"] = zeros((sum(rows) if is_row_wise else floats,), spec.device)
         more["preallocated_host_buffers"] = buffers
     return SplitTableBatchedEmbeddingBagsCodegen(
-        embedding_specs=[(r, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for r, d in zip(rows, dims, strict=True)],
+        embedding_specs=[(r, d, *where) for r, d in zip(rows, dims, strict=True)],
         feature_table_map=list(spec.feature_table),
         optimizer=optimizer,
         learning_rate=learning_rate,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
-from hybridrec.kernels.factory import group_tables, make_kernel
+from hybridrec.kernels.factory import group_tables, kernel_choice, make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.torch_kernel import TorchKernel
 from tests.distributed.oracle import MASK, Table, initial_row, mix64
@@ -30,9 +30,14 @@ def kernel_groups(case: Case, device: torch.device) -> list[list[int]]:
         range(len(case.tables)),
         dim=lambda t: case.tables[t].dim,
         optimizer=lambda t: case.optimizers[t],
-        is_weighted=case.is_weighted,
-        device=device,
+        name=lambda t: kernel_of(case, t, device),
     )
+
+
+def kernel_of(case: Case, table: int, device: torch.device) -> str:
+    """Name of the kernel class of a table."""
+    dim, optimizer = case.tables[table].dim, case.optimizers[table]
+    return kernel_choice(optimizer, dim=dim, is_weighted=case.is_weighted, device=device).name
 
 
 @functools.lru_cache(maxsize=4096)

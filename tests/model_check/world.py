@@ -24,7 +24,7 @@ from hybridrec.native import mix64, table_seed, unmix64
 from hybridrec.native.protocol import ShardSpec
 from hybridrec.store.row_state_layout import RowStateLayout
 from tests.model_check.case import Case, CheckedBatch
-from tests.model_check.oracle import UnlimitedTables, require_equal
+from tests.model_check.oracle import UnlimitedTables, kernel_of, require_equal
 from tests.model_check.scheduler import Scheduler, WrongSchedule
 
 CANARY = 0xFF
@@ -120,6 +120,7 @@ class World:
             layout=layout,
             optimizer=optimizer,
             num_features=len(table.features),
+            kernel=kernel_of(case, t, self.device),
         )
 
     # ---- points and canaries -------------------------------------------------------------------------------------

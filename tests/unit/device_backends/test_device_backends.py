@@ -7,14 +7,13 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from device_backends import cpu, cuda, npu
 from device_backends.base import AcceleratorBackend
-from hybridrec.backend import HOST, DeviceBackend, KernelRequest, known_backends, resolve_backend
+from hybridrec.backend import HOST, DeviceBackend, known_backends, resolve_backend
 from hybridrec.errors import BackendError
 
 
@@ -61,34 +60,6 @@ def test_host_memory_is_what_machine_and_cgroup_allow(monkeypatch: pytest.Monkey
     assert cpu.backend.memory_bytes(HOST) == (1000 * 1024, 1500000)
     v1.write_text("4096\n")
     assert cpu.backend.memory_bytes(HOST) == (4096, 4096)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "dim", "expected"),
-    [
-        ("sgd", 4, "tbe"),
-        ("adagrad", 64, "tbe"),
-        ("rowwise_adagrad", 8, "tbe"),
-        ("sgd", 6, "torch"),
-        ("adagrad", 1, "torch"),
-        ("adam", 64, "torch"),
-    ],
-)
-def test_host_kernels(optimizer: str, dim: int, expected: str) -> None:
-    for is_weighted in (False, True):
-        request = KernelRequest(optimizer=optimizer, dim=dim, is_weighted=is_weighted)
-        assert cpu.backend.kernel_name(request) == expected
-
-
-@pytest.mark.parametrize("more", [{"pooling": "none"}, {"dtype": torch.float16}])
-def test_host_kernels_of_fbgemm_add_float32(more: dict[str, Any]) -> None:
-    request = KernelRequest(optimizer="sgd", dim=4, is_weighted=False, **more)
-    assert cpu.backend.kernel_name(request) == "torch"
-
-
-@pytest.mark.parametrize("backend", [cuda.backend, npu.backend])
-def test_accelerators_are_served_by_plain_operators(backend: AcceleratorBackend) -> None:
-    assert backend.kernel_name(KernelRequest(optimizer="sgd", dim=64, is_weighted=False)) == "torch"
 
 
 def test_rates_that_plans_assume() -> None:

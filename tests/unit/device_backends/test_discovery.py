@@ -75,7 +75,9 @@ def test_the_documented_backend_is_found(site: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     backend = resolve_backend("xpu")
     assert isinstance(backend, DeviceBackend)
-    assert backend.kernel_name(KernelRequest(optimizer="adam", dim=8, is_weighted=True)) == "torch"
+    assert backend.tbe_placement(KernelRequest(optimizer="sgd", dim=8, is_weighted=True)) == (
+        "FBGEMM has no tables on device 'xpu'"
+    )
     assert planner_device.planner_alias("xpu") == "cuda"
     assert parse_device("xpu:1") == torch.device("xpu", 1)
     with pytest.raises(ConfigError, match="Known: 'cpu', 'cuda', 'npu', 'xpu'"):

@@ -9,7 +9,7 @@ import pytest
 from hybridrec.backend import HOST, KernelRequest
 from hybridrec.errors import BackendError, ConfigError
 from hybridrec.kernels import factory
-from hybridrec.kernels.factory import group_tables, kernel_name, make_kernel
+from hybridrec.kernels.factory import group_tables, kernel_choice, make_kernel
 from hybridrec.kernels.optimizer import OptimizerKind, OptimizerSpec
 from hybridrec.kernels.tbe_kernel import TbeKernel
 from hybridrec.kernels.torch_kernel import TorchKernel
@@ -48,8 +48,12 @@ class Table:
     optimizer: OptimizerSpec
 
 
+def name_of(table: Table) -> str:
+    return kernel_choice(table.optimizer, dim=table.dim, is_weighted=False, device=HOST).name
+
+
 def groups_of(*tables: Table) -> list[str]:
-    groups = group_tables(tables, dim=lambda t: t.dim, optimizer=lambda t: t.optimizer, is_weighted=False, device=HOST)
+    groups = group_tables(tables, dim=lambda t: t.dim, optimizer=lambda t: t.optimizer, name=name_of)
     return ["".join(t.name for t in group) for group in groups]
 
 
@@ -69,7 +73,7 @@ def test_torch_kernels_hold_one_dim() -> None:
 def test_every_group_makes_a_kernel() -> None:
     sgd = OptimizerSpec(kind="sgd")
     tables = [Table("a", 8, sgd), Table("b", 6, sgd), Table("c", 4, sgd)]
-    groups = group_tables(tables, dim=lambda t: t.dim, optimizer=lambda t: t.optimizer, is_weighted=True, device=HOST)
+    groups = group_tables(tables, dim=lambda t: t.dim, optimizer=lambda t: t.optimizer, name=name_of)
     kernels = [make_kernel(make_spec("sgd", [t.dim for t in group], is_weighted=True)) for group in groups]
     assert [type(k) for k in kernels] == [TbeKernel, TorchKernel]
 
@@ -77,7 +81,7 @@ def test_every_group_makes_a_kernel() -> None:
 @pytest.mark.parametrize(
     ("kind", "dims", "feature_table", "more", "match"),
     [
-        ("adam", (8,), (0,), {}, "tables 't0': FBGEMM has no optimizer 'adam' on the host.*Use TorchKernel"),
+        ("adam", (8,), (0,), {}, "table 't0': FBGEMM has no optimizer 'adam' on the host.*Use TorchKernel"),
         ("sgd", (8, 6), (0, 1), {}, "table 't1': dim=6 is no multiple of 4"),
         ("sgd", (8,), (0,), {"weight_decay": 0.5}, "weight_decay=0.5 would be ignored by FBGEMM"),
         ("sgd", (8, 8), (0, 1, 0), {}, r"feature_table=\(0, 1, 0\) is not ascending"),
@@ -90,11 +94,11 @@ def test_tbe_kernel_refuses_what_fbgemm_cannot_do(
         TbeKernel(make_spec(kind, dims, feature_table=feature_table, more=more))
 
 
-def test_a_backend_that_names_an_unknown_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_answers_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Backend:
-        def kernel_name(self, request: KernelRequest) -> str:
-            return "fast"
+        def tbe_placement(self, request: KernelRequest) -> str | None:
+            return None
 
     monkeypatch.setattr(factory, "resolve_backend", lambda _: Backend())
-    with pytest.raises(BackendError, match="its backend names kernel 'fast' for optimizer 'sgd', dim 8"):
-        kernel_name(OptimizerSpec(kind="sgd"), dim=8, is_weighted=False, device=HOST)
+    with pytest.raises(BackendError, match="its backend answers None for optimizer 'sgd', dim 8"):
+        kernel_choice(OptimizerSpec(kind="sgd"), dim=8, is_weighted=False, device=HOST)
