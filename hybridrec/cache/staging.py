@@ -66,27 +66,33 @@ class Uploader:
         Args:
             backend: Of the device.
             device: Where to.
-            stream: On which; ordered with what else it does.
+            stream: On which, unless `upload` is told; ordered with what else it does.
         """
         self._backend, self._device, self._stream = backend, device, stream
         self._rings: dict[torch.dtype, StagingRing] = {}
 
-    def upload(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Device copies of host tensors, on the stream. Whoever uses them on another one records that stream."""
+    def upload(self, tensors: list[Tensor], stream: Any = None) -> list[Tensor]:
+        """Device copies of host tensors, on the stream. Whoever uses them on another one records that stream.
+
+        Args:
+            tensors: In host memory.
+            stream: Instead of the uploader's own.
+        """
+        stream = self._stream if stream is None else stream
         sizes: dict[torch.dtype, int] = {}
         for tensor in tensors:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
         buffers = {dtype: self._ring(dtype).take(num) for dtype, num in sizes.items()}
         position = dict.fromkeys(sizes, 0)
         copies = []
-        with self._backend.use_stream(self._stream):
+        with self._backend.use_stream(stream):
             for tensor in tensors:
                 start = position[tensor.dtype]
                 position[tensor.dtype] = start + tensor.numel()
                 pinned = buffers[tensor.dtype][start : start + tensor.numel()].view(tensor.shape)
                 pinned.copy_(tensor)
                 copies.append(pinned.to(self._device, non_blocking=True, copy=True))
-            event = self._backend.record_event(self._stream)
+            event = self._backend.record_event(stream)
         for dtype in sizes:
             self._ring(dtype).give_back(event)
         return copies
@@ -100,3 +106,38 @@ class Uploader:
         if dtype not in self._rings:
             self._rings[dtype] = StagingRing(self._backend, dtype)
         return self._rings[dtype]
+
+
+class StreamCopies:
+    """Copies between host memory and a device on the caller's stream, through pinned memory. One caller at a time.
+
+    Nothing waits for the device but `fetch`, for what it brings, and whoever needs a buffer that is still read.
+    """
+
+    def __init__(self, backend: DeviceBackend, device: torch.device) -> None:
+        self._backend, self._device = backend, device
+        self._uploader = Uploader(backend, device, None)
+        self._fetched = StagingRing(backend, torch.float32, num_buffers=1)
+
+    def upload(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Host tensors where the device reads them; themselves where that is host memory."""
+        if self._backend.is_host_memory:
+            return tensors
+        try:
+            return self._uploader.upload(tensors, self._backend.current_stream(self._device))
+        except BaseException:
+            self._backend.synchronize(self._device)
+            self._uploader.reclaim()
+            raise
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """float32 in host memory, waited for; valid until the next call."""
+        if self._backend.is_host_memory:
+            return tensor
+        staged = self._fetched.take(tensor.numel()).view(tensor.shape)
+        try:
+            staged.copy_(tensor, non_blocking=True)
+            self._backend.record_event(self._backend.current_stream(self._device)).synchronize()
+        finally:
+            self._fetched.give_back(None)
+        return staged

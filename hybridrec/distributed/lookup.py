@@ -128,7 +128,7 @@ class PooledLookup(nn.Module):
         self.log = TransactionLog(self._group, swapper)
         for t in range(len(self._tables)):
             self._publish_slots(t)
-        self._passes = PassLookup(self._kernels, self._place_of_table, self.log, device)
+        self._passes = PassLookup(self._kernels, self._place_of_table, self.log, backend, device)
         self._reader = RowReader(self._kernels, self._place_of_table, self.log, backend, device)
         if not backend.is_host_memory:  # what made the slots is still on its way
             self.log.read_until(backend.record_event(backend.current_stream(device)))
@@ -369,7 +369,7 @@ class PooledLookup(nn.Module):
         """Look rows up without a trace."""
         self.log.settle()
         index_N, readers = self._reader.read(batch.keys.values(), batch.feature_offsets, self._feature_table)
-        inputs = self._kernel_inputs(batch, index_N, lambda tensors: [t.to(self._device) for t in tensors])
+        inputs = self._kernel_inputs(batch, index_N, self._reader.copies.upload)
         pooled = [reader.forward(*one)[0] for reader, one in zip(readers, inputs, strict=True)]
         return self._joined(pooled, batch)
 

@@ -22,8 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrec.backend import HOST
+from hybridrec.backend import DeviceBackend
 from hybridrec.cache import BatchTransaction, TransactionLog
+from hybridrec.cache.staging import StreamCopies
 from hybridrec.kernels.base import LookupKernel
 from hybridrec.types import SlotArrays
 
@@ -90,6 +91,7 @@ class PassLookup:
         kernels: Sequence[LookupKernel],
         place_of_table: Sequence[tuple[int, int]],
         log: TransactionLog,
+        backend: DeviceBackend,
         device: torch.device,
     ) -> None:
         """
@@ -97,9 +99,11 @@ class PassLookup:
             kernels: Whose slots hold the resident rows.
             place_of_table: [T] x (kernel, table within it).
             log: Of the shards.
+            backend: Of the device.
             device: Where the kernels are.
         """
         self._kernels, self._log, self._device = kernels, log, device
+        self._copies = StreamCopies(backend, device)
         self._tables_of_kernel = [[t for t, (k, _) in enumerate(place_of_table) if k == i] for i in range(len(kernels))]
         self._transient: list[LookupKernel | None] = [None] * len(kernels)
         self._num_tables = len(place_of_table)
@@ -211,7 +215,7 @@ class PassLookup:
             if kernel.spec.is_pooled:
                 output[first:last] = part
             else:
-                output.index_copy_(0, positions.to(self._device), part)
+                output.index_copy_(0, self._copies.upload([positions])[0], part)
             self.num_passes += 1
         return output
 
@@ -243,7 +247,7 @@ class PassLookup:
                 self._load(k, t, transient.slot_arrays(t), parts[t][0])
             weights_N = None if occurrences.weights_N is None else occurrences.weights_N[positions]
             _, pending = self._run(transient, place_N[positions], counts[occurrences.offsets], weights_N)
-            part = grad if transient.spec.is_pooled else grad.index_select(0, positions.to(self._device))
+            part = grad if transient.spec.is_pooled else grad.index_select(0, self._copies.upload([positions])[0])
             transient.backward(pending, part, step=step)
             for t, (rows, slots) in enumerate(parts):
                 self._store(k, t, transient.slot_arrays(t), rows, slots)
@@ -258,8 +262,9 @@ class PassLookup:
     def _run(
         self, transient: LookupKernel, slots_N: Tensor, offsets: Tensor, weights_N: Tensor | None
     ) -> tuple[Tensor, object]:
-        weights_N = None if weights_N is None else weights_N.to(self._device)
-        return transient.forward(slots_N.to(self._device), offsets.to(self._device), weights_N)
+        given = [slots_N, offsets, *([] if weights_N is None else [weights_N])]
+        placed = self._copies.upload(given)
+        return transient.forward(placed[0], placed[1], None if weights_N is None else placed[2])
 
     def _load(
         self, k: int, table: int, arrays: SlotArrays, rows: NDArray[np.uint32], *, weights_only: bool = False
@@ -268,7 +273,7 @@ class PassLookup:
         if not len(rows):
             return
         t = self._tables_of_kernel[k][table]
-        records = torch.from_numpy(self._log.group.read_records(t, rows))
+        (records,) = self._copies.upload([torch.from_numpy(self._log.group.read_records(t, rows))])
         for array, columns in _columns(arrays):
             array[: len(rows)] = records[:, columns].view(len(rows), *array.shape[1:])
             if weights_only:
@@ -282,14 +287,15 @@ class PassLookup:
         if not len(rows):
             return
         t = self._tables_of_kernel[k][table]
-        records = torch.empty((len(rows), _record_floats(arrays)))
-        for array, columns in _columns(arrays):
-            records[:, columns] = array[: len(rows)].view(len(rows), -1).to(HOST)
+        records = self._copies.fetch(
+            torch.cat([array[: len(rows)].view(len(rows), -1) for array, _ in _columns(arrays)], 1)
+        )
         self._log.group.write_records(t, rows, records.numpy())
         self.moved_bytes[t] += records.numel() * 4
-        resident = torch.from_numpy(np.flatnonzero(slots >= 0)).to(self._device)
-        if resident.numel():
-            at = torch.from_numpy(slots[slots >= 0]).to(self._device)
+        if (slots >= 0).any():
+            resident, at = self._copies.upload(
+                [torch.from_numpy(np.flatnonzero(slots >= 0)), torch.from_numpy(slots[slots >= 0])]
+            )
             ours = self._kernels[k].slot_arrays(table)
             for (array, _), (slot_array, _) in zip(_columns(arrays), _columns(ours), strict=True):
                 slot_array.index_copy_(0, at, array.index_select(0, resident))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridrec.backend import DeviceBackend
 from hybridrec.cache import TransactionLog
+from hybridrec.cache.staging import StreamCopies
 from hybridrec.kernels.base import LookupKernel
 
 
@@ -37,6 +38,8 @@ class RowReader:
         self._kernels, self._place_of_table = kernels, list(place_of_table)
         self._log, self._backend, self._device = log, backend, device
         self._readers: list[LookupKernel] = []
+        self.copies = StreamCopies(backend, device)
+        """For what is looked up in the rows that were read."""
 
     def read(self, keys_N: Tensor, feature_offsets: Tensor, feature_table: Tensor) -> tuple[Tensor, list[LookupKernel]]:
         """
@@ -68,12 +71,14 @@ class RowReader:
         group.read_rows(handle, host, host_only=True)
         stream = self._backend.current_stream(self._device)
         stream.wait_event(self._log.swapper.ready())  # rows of batches in flight may still be on their way in
-        for t, (rows, buffer) in enumerate(zip(host, buffers, strict=True)):
+        resident = [tensor for t in range(len(buffers)) for tensor in group.read_resident(handle, t)]
+        placed = self.copies.upload([*host, *resident])
+        for t, (rows, buffer) in enumerate(zip(placed, buffers, strict=False)):
             buffer[: rows.shape[0]].copy_(rows)
-            positions, slots = group.read_resident(handle, t)
+            positions, slots = placed[len(buffers) + 2 * t : len(buffers) + 2 * t + 2]
             kernel, table = self._place_of_table[t]
             weights = self._kernels[kernel].slot_arrays(table).weights
-            buffer.index_copy_(0, positions.to(self._device), weights.index_select(0, slots.to(self._device)))
+            buffer.index_copy_(0, positions, weights.index_select(0, slots))
         self._log.read_until(self._backend.record_event(stream))
 
     def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
