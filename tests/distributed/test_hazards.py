@@ -39,8 +39,8 @@ def numbered_ids(scenario: Scenario) -> list[int]:
     return [id_ for together in zip(*owned, strict=False) for id_ in together]
 
 
-def hand_made(steps: list[list[int]], depth: int, scenario: Scenario = SCENARIO) -> Run:
-    """A run on these batches, each dealt out to the ranks."""
+def batches_of(steps: list[list[int]], scenario: Scenario = SCENARIO) -> list[list[Batch]]:
+    """Step -> rank -> batch: the ids of these numbers, dealt out to the ranks."""
     ids, world_size = numbered_ids(scenario), dist.get_world_size()
 
     def batch(numbers: list[int], rank: int) -> Batch:
@@ -49,7 +49,12 @@ def hand_made(steps: list[list[int]], depth: int, scenario: Scenario = SCENARIO)
         bags = [[(i, 1.0) for i in mine[:half]], [(i, 1.0) for i in mine[half:]]]
         return Batch(bags={"f": bags}, labels=torch.tensor([0.0, 1.0]), num_bags=2)
 
-    batches = [[batch(numbers, r) for r in range(world_size)] for numbers in steps]
+    return [[batch(numbers, r) for r in range(world_size)] for numbers in steps]
+
+
+def hand_made(steps: list[list[int]], depth: int, scenario: Scenario = SCENARIO) -> Run:
+    """A run on these batches."""
+    batches = batches_of(steps, scenario)
     with mock.patch.object(test_pipeline_life, "all_batches", lambda _: batches):
         return Run(max(1, depth), scenario)
 
