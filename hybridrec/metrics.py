@@ -14,7 +14,8 @@ class TableStats:
     table: str
     rank: int
     kernel: str
-    """What looks its rows up and steps them, on all ranks: ``"tbe"`` (FBGEMM) or ``"torch"`` (plain operators)."""
+    """What looks its rows up and steps them, on all ranks: ``"tbe"`` (FBGEMM) or ``"torch"`` (plain operators);
+    ``"tbe+torch"`` if column shards differ; empty if the rank holds nothing of it."""
     rows: int
     """Live rows of this rank's shard."""
     resident: int
@@ -67,8 +68,10 @@ class TableStats:
 
 def sum_stats(shards: Sequence[TableStats], *, table: str, rank: int) -> TableStats:
     """The counters of a table's shards on one rank together; zeros if there are none."""
-    counters = [f.name for f in dataclasses.fields(TableStats) if f.name not in ("table", "rank")]
-    return TableStats(table=table, rank=rank, **{name: sum(getattr(s, name) for s in shards) for name in counters})
+    counters = [f.name for f in dataclasses.fields(TableStats) if f.name not in ("table", "rank", "kernel")]
+    kernel = "+".join(sorted({s.kernel for s in shards}))
+    sums = {name: sum(getattr(s, name) for s in shards) for name in counters}
+    return TableStats(table=table, rank=rank, kernel=kernel, **sums)
 
 
 @dataclass(frozen=True, kw_only=True)
