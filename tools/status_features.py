@@ -135,9 +135,10 @@ FEATURES = (
         cpu=_distributed("two_nodes.py"),
     ),
     Feature(
-        title="checkpoints: the rows of hashed tables (not there yet: `state_dict()` of a sharded hashed "
-        "collection raises)",
-        title_zh="检查点:哈希表的行(尚无:分片的哈希 collection 的 `state_dict()` 会报错)",
+        title="a run that was killed goes on from its last snapshot with the same bits; at another number of ranks "
+        "with the same rows",
+        title_zh="被杀死的训练从最近的快照继续,逐比特一致;换用其他 rank 数时行相同",
+        cpu=("tests/checkpoint/",),
     ),
     Feature(
         title="sequence embeddings, quantised serving, table- and column-wise sharding (not there yet: refused by "

@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,7 +30,7 @@ from examples.little_demo.history import Board, History, Recorder
 from examples.little_demo.launch import Ranks, join_ranks, leave_ranks
 from examples.little_demo.model import LittleDLRM
 from examples.little_demo.movielens import MovieLens, load_ratings
-from examples.little_demo.options import PICTURE
+from examples.little_demo.options import PICTURE, SNAPSHOTS
 from examples.little_demo.pictures import draw, is_usable
 from examples.little_demo.powerlaw import PowerLaw, PowerLawSizes
 from examples.little_demo.report import gather_stats, plan_lines, stage_lines, stats_lines
@@ -40,6 +41,7 @@ from hybridrec import (
     HybridTrainPipelineSparseDist,
     get_default_hybrid_sharders,
 )
+from hybridrec.checkpoint import Checkpointer
 
 AUC_GOAL = 0.77
 """What one epoch of MovieLens reaches with room to spare: 0.7795 is the worst of seeds 0 to 5 on two ranks."""
@@ -103,14 +105,16 @@ def train(
     model: DistributedModelParallel,
     batches: Iterator[Batch],
     recorder: Recorder,
+    checkpointer: Checkpointer | None = None,
 ) -> History:
-    """Train on all batches.
+    """Train on all batches, or until the job is asked to end.
 
     Args:
         pipeline: Of the model.
         model: From `build_model`.
         batches: Of this rank; every rank must bring the same number.
         recorder: Told of every batch.
+        checkpointer: Writes snapshots; None: nobody does.
 
     Returns:
         What the recorder recorded.
@@ -122,6 +126,10 @@ def train(
         except StopIteration:
             return recorder.finish()
         recorder.add(loss, len(labels))
+        if checkpointer is not None:
+            checkpointer.after_batch()
+            if checkpointer.is_stopping:
+                return recorder.finish()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +196,21 @@ def judge(auc: float, best: float | None, *, data: DataSet, num_batches: int, pe
     return 0, f"OK: held-out AUC {auc:.4f} is at least {AUC_GOAL}."
 
 
+@contextmanager
+def open_checkpointer(
+    args: argparse.Namespace,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    pipeline: HybridTrainPipelineSparseDist,
+) -> Iterator[Checkpointer | None]:
+    """What the command line asks for; None: neither to save nor to resume. Collective."""
+    if args.save_every is None and not args.resume:
+        yield None
+        return
+    with Checkpointer(args.snapshots or SNAPSHOTS, model, optimizer, pipeline, every=args.save_every) as checkpointer:
+        yield checkpointer
+
+
 def total(number: int, ranks: Ranks) -> int:
     """The sum over all ranks. Collective."""
     result = torch.tensor(number)
@@ -238,16 +261,27 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
         total=min(lengths, default=None), unit="batch", disable=True if ranks.rank else None
     ) as bar:
         recorder = Recorder(model.module.ebc.stats, bar=bar if ranks.rank == 0 else None, board=board)
-        start = time.perf_counter()
-        history = train(pipeline, model, islice(batches(range(args.epochs)), args.batches), recorder)
-        history.losses[-1].item()  # wait for the device
-        seconds = time.perf_counter() - start
+        with open_checkpointer(args, model, optimizer, pipeline) as checkpointer:
+            done = checkpointer.resume() if checkpointer is not None and args.resume else 0
+            if done:
+                say(f"resumed after {done:,} batches")
+            if min(lengths, default=done + 1) <= done:
+                say("all batches were trained before: raise --batches or --epochs, or leave --resume out.")
+                return 0
+            start = time.perf_counter()
+            remaining = islice(batches(range(args.epochs)), done, args.batches)
+            history = train(pipeline, model, remaining, recorder, checkpointer)
+            history.losses[-1].item()  # wait for the device
+            seconds = time.perf_counter() - start
+            if checkpointer is not None and checkpointer.is_stopping:
+                say(f"asked to end: saved after {pipeline.batches_committed:,} batches; --resume goes on from there.")
+                return 0
     stages = pipeline.stats()  # of training alone
 
     stats = gather_stats(model.module.ebc.stats(), ranks.host_group)
     result = evaluate(pipeline, model, batches(None), ranks)
     best = best_auc(data, batches(None), ranks) if isinstance(data, PowerLaw) else None
-    status, sentence = judge(result.auc, best, data=data, num_batches=len(history.losses), per_epoch=per_epoch)
+    status, sentence = judge(result.auc, best, data=data, num_batches=stages.batches_committed, per_epoch=per_epoch)
     say("", *stats_lines(stats), "", *stage_lines(stages), "")
     num_rows = total(history.num_rows, ranks)
     say(f"speed: {num_rows / seconds:,.0f} {data.unit}/s, all ranks together, over {len(history.losses):,} batches")

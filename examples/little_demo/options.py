@@ -10,6 +10,7 @@ DATA_SETS = ("movielens", "criteo", "powerlaw")
 MAX_DEPTH = 12
 MAX_POWERLAW_FEATURES = 100
 PICTURE = Path(__file__).parents[2] / "out" / "little_demo.png"
+SNAPSHOTS = PICTURE.with_name("little_demo_snapshots")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -80,6 +81,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     out.add_argument(
         "--tensorboard", type=Path, metavar="DIR", help="log loss, hit rates and AUC there. Needs tensorboard"
     )
+    add = out.add_argument
+    add("--save-every", type=_positive, metavar="N", help="write a snapshot every N batches, and one on SIGTERM")
+    add("--resume", action="store_true", help="go on from the newest snapshot, if there is one")
+    add(
+        "--snapshots",
+        type=Path,
+        metavar="DIR",
+        help="where they are (default: out/little_demo_snapshots of this checkout); the newest 3 are kept",
+    )
     args = parser.parse_args(argv)
     _check_together(parser, args)
     return args
@@ -102,6 +112,8 @@ def _check_together(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error(f"argument --features: {args.features} is more than {MAX_POWERLAW_FEATURES}")
     if args.ids is not None and args.ids > 2**40:
         parser.error(f"argument --ids: {args.ids} is more than 2^40")
+    if args.snapshots is not None and not (args.save_every or args.resume):
+        parser.error("--snapshots has no effect without --save-every or --resume")
     if args.picture is not None and args.picture.suffix.lower() != ".png":
         parser.error(f"argument --picture: the name {str(args.picture)!r} does not end in .png")
 

@@ -252,6 +252,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             self._drop(source)
         self._sources.clear()
 
+    def resume_at(self, batches_committed: int) -> None:
+        """Count on from a snapshot that was loaded; nothing may be in flight."""
+        self._num_committed = batches_committed
+
     def detach(self) -> nn.Module:
         """Give the model its own forward back. Batches in flight stay, and `progress` attaches again by itself."""
         self.withdraw()

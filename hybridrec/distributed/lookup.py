@@ -31,7 +31,7 @@ from hybridrec.kernels.factory import make_kernel
 from hybridrec.metrics import TableStats
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import Plan, PlanStatus
-from hybridrec.store.row_export import RowExport, export_shard
+from hybridrec.store.row_export import RowChunk, RowExport, export_shard
 from hybridrec.types import SlotArrays
 
 logger = logging.getLogger("hybridrec")
@@ -290,6 +290,37 @@ class PooledLookup(nn.Module):
         t = self.table_names.index(table)
         layout = self._tables[t].layout
         return export_shard(self._group, t, layout, above_score=above_score, chunk_rows=chunk_rows)
+
+    def forget_rows(self, *, ordinal: int, committed: int) -> None:
+        """Drop all rows, and go on as after a batch with this ordinal; see `import_rows`.
+
+        Args:
+            ordinal: The next batch gets the one after it.
+            committed: Steps of the optimizer so far.
+
+        Raises:
+            StateError: A batch is in flight. Nothing changed.
+        """
+        self.require_idle()
+        for t in range(len(self._tables)):
+            self._group.clear_rows(t)
+        self._group.set_ordinal(ordinal)
+        self.log.committed = committed
+
+    def require_idle(self) -> None:
+        """Raise `StateError` if a batch is in flight, or some rows are as before a batch and some are not."""
+        self._require_whole()
+        self.log.settle()
+        if self.log.num_open:
+            raise StateError(
+                f"rows cannot be replaced while batches are in flight ({self.log.num_open}). Run their backward, let "
+                "go of their losses, or reset() the pipeline first."
+            )
+
+    def import_rows(self, table: str, rows: RowChunk) -> None:
+        """Insert rows of this rank's shard with their state and score; they go to the host's store."""
+        t = self.table_names.index(table)
+        self._group.import_rows(t, rows.ids_N, rows.scores_N, rows.records(self._tables[t].layout))
 
     def forward(self, batch: MappedBatch) -> Tensor:
         """COMPUTE: float32 [bags of all ranks, columns of all kernels], on the device."""

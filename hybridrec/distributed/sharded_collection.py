@@ -5,7 +5,7 @@ Between ids and rows everything is the same: DIST and its check, MAP and the ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -40,6 +40,7 @@ from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.routing import Routing, TablePart
+from hybridrec.distributed.rows_state_dict import is_of_rows, put_rows, take_rows
 from hybridrec.distributed.verdict import Withdrawn, agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError, StateError
@@ -340,6 +341,10 @@ class ShardedHashCollection(
         self.take_back_prepared()
         return self._lookups[0].export_rows(table, chunk_rows=chunk_rows)
 
+    def owner_of_table(self, table: str) -> int | None:
+        """The rank that has all rows of a table of the lookup; None: each has those of the ids that hash to it."""
+        return next(part.owner for part in self.parts if part.name == table)
+
     def take_back_prepared(self) -> None:
         """Take back what a pipeline prepared ahead: the shards are as the committed batches left them. Collective."""
         owner = getattr(self.__dict__.get("forward"), "owner", None)  # of a `PipelinedCall`
@@ -376,30 +381,24 @@ class ShardedHashCollection(
                 )
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Refused: the rows of hashed tables do not fit a state_dict of fixed shapes.
-
-        Raises:
-            StateError: Always, so that nobody saves a model and loses its rows.
-        """
-        raise self._no_state_dict("state_dict()")
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Refused, like `state_dict`."""
-        raise self._no_state_dict("load_state_dict()")
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise self._no_state_dict("load_state_dict()")
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        raise self._no_state_dict("state_dict()")
+        """This rank's rows; see `rows_state_dict`. Collective, since what a pipeline prepared is taken back."""
+        self.take_back_prepared()
+        put_rows(self._lookups[0], destination, prefix, self._host_group.rank(), self._host_group.size())
 
-    def _no_state_dict(self, call: str) -> StateError:
-        return _no_state_dict(call, ", ".join(repr(c.name) for c in self._table_configs))
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
+    ) -> None:
+        """Replace all rows. Raises `ConfigError` if they are not those of this model."""
+        self.take_back_prepared()
+        row_wise = {name for name in self._lookups[0].table_names if self.owner_of_table(name) is None}
+        take_rows(self._lookups[0], state_dict, prefix, self._host_group.rank(), self._host_group.size(), row_wise)
+        _, unexpected, _ = lists
+        unexpected += [key for key in state_dict if key.startswith(prefix) and not is_of_rows(key, prefix)]
 
     def _create_parameters(self, lookup: PooledLookup) -> None:
         """``{TABLES_NAME}.{table}.weight`` (views of the slots) and the fused optimizer over them."""
-        slots = nn.ModuleDict({c.name: _Slots(c.name) for c in self._table_configs})
+        slots = nn.ModuleDict({c.name: _Slots(f"{self.TABLES_NAME}.{c.name}.") for c in self._table_configs})
         self.add_module(self.TABLES_NAME, slots)
         names: list[str] = []
         for part, parameter in zip(self.parts, lookup.slot_parameters, strict=True):
@@ -418,22 +417,22 @@ class ShardedHashCollection(
 
 
 class _Slots(nn.Module):
-    """Holds the parameter that is one table's slots; by itself it is no checkpoint."""
+    """Holds the parameter that is one table's slots, which are not the table: the collection saves its rows."""
 
-    def __init__(self, table: str) -> None:
+    def __init__(self, path: str) -> None:
+        """``path``: in its collection, with a point at the end."""
         super().__init__()
-        self._table = table
+        self._path = path
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        raise _no_state_dict("state_dict()", repr(self._table))
+        self._require_collection("state_dict()", prefix)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise _no_state_dict("load_state_dict()", repr(self._table))
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self._require_collection("load_state_dict()", prefix)
 
-
-def _no_state_dict(call: str, tables: str) -> StateError:
-    return StateError(
-        f"{call}: the rows of the hashed tables {tables} cannot be saved or loaded this way in this version; without "
-        "them a checkpoint would be silently incomplete. For the dense part alone use "
-        "{n: p for n, p in model.named_parameters() if '.embedding_bags.' not in n}."
-    )
+    def _require_collection(self, call: str, prefix: str) -> None:
+        if not prefix.endswith(self._path):
+            raise StateError(
+                f"{call} of {self._path!r}: by itself it is no checkpoint, the rows are in the state_dict of its "
+                "collection. Call it for the model, or for the collection."
+            )

@@ -29,6 +29,28 @@ class RowChunk:
     states: Mapping[str, Tensor] = field(default_factory=dict)
     """Optimizer state by name: float32 [N, D], or [N] of a state that has one value a row."""
 
+    @classmethod
+    def of_records(cls, ids_N: Tensor, scores_N: Tensor, records: Tensor, layout: RowStateLayout) -> RowChunk:
+        """Views of float32 [N, record]: weights, row-sized states, row-wise states."""
+        slices = layout.record_slices
+        states = {s.name: records[:, slices[s.name]] for s in layout.states}
+        for state in layout.row_wise_states:
+            states[state.name] = states[state.name].squeeze(1)
+        return cls(ids_N=ids_N, scores_N=scores_N, weights_ND=records[:, slices["weights"]], states=states)
+
+    def records(self, layout: RowStateLayout) -> Tensor:
+        """float32 [N, record], contiguous: what `of_records` was given, or a copy."""
+        whole = self.weights_ND._base
+        if whole is not None and whole.shape == (len(self.ids_N), layout.record_floats) and whole.is_contiguous():
+            return whole
+        records = self.weights_ND.new_empty((len(self.ids_N), layout.record_floats))
+        slices = layout.record_slices
+        records[:, slices["weights"]] = self.weights_ND
+        for state in layout.states:
+            part = self.states[state.name]
+            records[:, slices[state.name]] = part.unsqueeze(1) if state.is_row_wise else part
+        return records
+
 
 class RowExport(Iterator[RowChunk]):
     """The committed rows of one table as they were when the export began; chunks can be read once.
@@ -97,27 +119,6 @@ def export_shard(
         ids_N, scores_N = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
         records = torch.empty((n, layout.record_floats), dtype=torch.float32)
         group.export_next(handle, ids_N, scores_N, records)
-        weights_ND, states = split_records(records, layout)
-        return RowChunk(ids_N=ids_N, scores_N=scores_N, weights_ND=weights_ND, states=states)
+        return RowChunk.of_records(ids_N, scores_N, records, layout)
 
     return RowExport(num_rows, chunk_rows, read, lambda: group.export_end(handle))
-
-
-def split_records(records: Tensor, layout: RowStateLayout) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights [N, D] and states by name, [N, D] or [N], out of float32 [N, record]; views."""
-    slices = layout.record_slices
-    states = {s.name: records[:, slices[s.name]] for s in layout.states}
-    for state in layout.row_wise_states:
-        states[state.name] = states[state.name].squeeze(1)
-    return records[:, slices["weights"]], states
-
-
-def join_records(weights_ND: Tensor, states: Mapping[str, Tensor], layout: RowStateLayout) -> Tensor:
-    """float32 [N, record] of weights and states: what `split_records` takes apart. A copy."""
-    records = weights_ND.new_empty((len(weights_ND), layout.record_floats))
-    slices = layout.record_slices
-    records[:, slices["weights"]] = weights_ND
-    for state in layout.states:
-        part = states[state.name]
-        records[:, slices[state.name]] = part.unsqueeze(1) if state.is_row_wise else part
-    return records

@@ -18,6 +18,7 @@ KNOW_COMPAT = (
 )
 PUBLIC_MODULES = {
     "hybridrec",
+    "hybridrec.checkpoint",
     "hybridrec.debug",
     "hybridrec.distributed.hybrid_train_pipeline",
     "hybridrec.distributed.sharding_plan",

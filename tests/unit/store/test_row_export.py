@@ -6,7 +6,7 @@ import torch
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import ShardSpec
-from hybridrec.store.row_export import export_shard, join_records, split_records
+from hybridrec.store.row_export import RowChunk, export_shard
 from hybridrec.store.row_state_layout import RowStateLayout
 from hybridrec.types import RowState
 
@@ -43,9 +43,17 @@ def test_chunks_are_ascending_by_id_and_name_what_a_row_holds() -> None:
 
 
 def test_records_are_joined_as_they_were_split() -> None:
-    records = torch.arange(15.0).view(3, 5)
-    weights_ND, states = split_records(records, LAYOUT)
-    assert torch.equal(join_records(weights_ND, states, LAYOUT), records)
+    records = torch.arange(15.0).view(3, 5).clone()  # no view of something else
+    ids = torch.arange(3)
+    chunk = RowChunk.of_records(ids, ids, records, LAYOUT)
+    assert chunk.records(LAYOUT).data_ptr() == records.data_ptr()  # no copy
+    apart = RowChunk(
+        ids_N=ids,
+        scores_N=ids,
+        weights_ND=chunk.weights_ND.clone(),
+        states={name: state.clone() for name, state in chunk.states.items()},
+    )
+    assert torch.equal(apart.records(LAYOUT), records)
 
 
 def test_only_rows_above_a_score() -> None:

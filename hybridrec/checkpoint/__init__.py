@@ -1,0 +1,9 @@
+"""Snapshots of models with hashed tables: atomic, verified, for any number of ranks. See docs/checkpoint.md."""
+
+from hybridrec.checkpoint.checkpointer import Checkpointer
+from hybridrec.checkpoint.load import Loaded, load
+from hybridrec.checkpoint.safetensors import export_safetensors
+from hybridrec.checkpoint.save import Saving, save
+from hybridrec.checkpoint.snapshot import latest
+
+__all__ = ["Checkpointer", "Loaded", "Saving", "export_safetensors", "latest", "load", "save"]

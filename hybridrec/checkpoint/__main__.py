@@ -1,0 +1,159 @@
+"""``python -m hybridrec.checkpoint inspect PATH``, ``diff A B``, ``export PATH OUT``. Needs no model, no device."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hybridrec.checkpoint.files import read_rows, verify
+from hybridrec.checkpoint.manifest import Manifest, TableEntry, read_manifest
+from hybridrec.checkpoint.safetensors import export_safetensors, layout_of
+from hybridrec.checkpoint.snapshot import resolve
+from hybridrec.errors import ConfigError, HybridRecError
+from hybridrec.store.row_export import RowChunk
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: fine, and for ``diff``: equal; 1: they differ; 2: damaged, or wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m hybridrec.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="tables, rows, optimizer, step, sizes of a snapshot")
+    inspect.add_argument("path", type=Path, help="a snapshot, or a folder of them: the newest")
+    inspect.add_argument("--verify", action="store_true", help="compare every file with its hash")
+    inspect.add_argument("--id", nargs=2, metavar=("TABLE", "ID"), help="print the row of an id")
+    diff = commands.add_parser("diff", help="what two snapshots have different")
+    diff.add_argument("a", type=Path)
+    diff.add_argument("b", type=Path)
+    export = commands.add_parser("export", help="write OUT/TABLE.safetensors: id, embedding")
+    export.add_argument("path", type=Path, help="a snapshot, or a folder of them: the newest")
+    export.add_argument("out", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "inspect":
+            return _inspect(options.path, is_verified=options.verify, wanted=options.id)
+        if options.command == "export":
+            print("\n".join(map(str, export_safetensors(options.path, options.out))))
+            return 0
+        return _diff(options.a, options.b)
+    except HybridRecError as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 2
+
+
+def _inspect(path: Path, *, is_verified: bool, wanted: tuple[str, str] | None) -> int:
+    folder = resolve(path)
+    manifest = read_manifest(folder)
+    total = sum(file.bytes for file in manifest.files())
+    print(f"{folder}: step {manifest.step:,}, {manifest.world_size} ranks, {total:,} bytes, {_versions(manifest)}")
+    for collection in manifest.collections:
+        steps = f"{collection.batches_committed:,} steps, newest ordinal {collection.ordinal:,}"
+        print(f"collection {collection.name!r}: {steps}")
+        for table in collection.tables:
+            states = ", ".join(f"{name}{' (row-wise)' if wise else ''}" for name, wise in table.states) or "none"
+            print(
+                f"  table {table.name!r}: {table.rows:,} rows x {table.dim}, {table.optimizer['kind']} (states: "
+                f"{states}), {sum(f.bytes for f in table.files):,} bytes, rows by rank {[f.rows for f in table.files]}"
+            )
+    if is_verified:
+        for file in manifest.files():
+            verify(folder, file)
+        print(f"{len(manifest.files())} files are what was written")
+    if wanted is not None:
+        _print_row(folder, manifest, *wanted)
+    return 0
+
+
+def _versions(manifest: Manifest) -> str:
+    return ", ".join(f"{package} {version}" for package, version in sorted(manifest.versions.items()))
+
+
+def _tables(manifest: Manifest) -> dict[tuple[str, str], TableEntry]:
+    return {(c.name, table.name): table for c in manifest.collections for table in c.tables}
+
+
+def _print_row(folder: Path, manifest: Manifest, table_name: str, text: str) -> None:
+    found = [(key, table) for key, table in _tables(manifest).items() if table.name == table_name]
+    if not found:
+        raise ConfigError(f"there is no table {table_name!r}. Tables: {[t.name for t in _tables(manifest).values()]}.")
+    try:
+        wanted = int(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no id. Pass an int64.") from None
+    for (collection, _), table in found:
+        row = next(_rows_with(folder, table, wanted), None)
+        if row is None:
+            print(f"collection {collection!r}, table {table.name!r}: id {wanted} has no row")
+            continue
+        print(f"collection {collection!r}, table {table.name!r}, id {wanted}: last used by batch {row.scores_N.item()}")
+        for name, values in {"weights": row.weights_ND, **row.states}.items():
+            print(f"  {name}: {values.flatten().tolist()}")
+
+
+def _rows_with(folder: Path, table: TableEntry, wanted: int) -> Iterator[RowChunk]:
+    layout = layout_of(table)
+    for file in table.files:
+        for chunk in read_rows(folder, table, file, layout):
+            at = int(np.searchsorted(chunk.ids_N.numpy(), wanted))
+            if at < len(chunk.ids_N) and chunk.ids_N[at].item() == wanted:
+                part = slice(at, at + 1)
+                records = chunk.records(layout)[part]
+                yield RowChunk.of_records(chunk.ids_N[part], chunk.scores_N[part], records, layout)
+
+
+def _diff(a: Path, b: Path) -> int:
+    folders = resolve(a), resolve(b)
+    first, second = (read_manifest(folder) for folder in folders)
+    differences = [
+        f"{name}: {x} and {y}"
+        for name, x, y in (("step", first.step, second.step), ("ranks", first.world_size, second.world_size))
+        if x != y
+    ]
+    tables = _tables(first), _tables(second)
+    for key in sorted(tables[0].keys() | tables[1].keys()):
+        name = f"collection {key[0]!r}, table {key[1]!r}"
+        if key not in tables[0] or key not in tables[1]:
+            differences.append(f"{name}: only in {folders[key not in tables[0]]}")
+            continue
+        differences += _diff_table(name, folders, (tables[0][key], tables[1][key]))
+    if first.dense.sha256 != second.dense.sha256:
+        differences.append("parameters outside of hashed tables, or the optimizer, differ")
+    print("\n".join(differences) or "no difference")
+    return int(bool(differences))
+
+
+def _diff_table(name: str, folders: tuple[Path, Path], tables: tuple[TableEntry, TableEntry]) -> list[str]:
+    shapes = [(table.dim, table.states) for table in tables]
+    if shapes[0] != shapes[1]:
+        return [f"{name}: rows are {shapes[0]} and {shapes[1]}"]
+    ids, scores, records = zip(*(_sorted_rows(*one) for one in zip(folders, tables, strict=True)), strict=True)
+    common, in_a, in_b = np.intersect1d(ids[0], ids[1], assume_unique=True, return_indices=True)
+    has_other_record = (records[0][in_a] != records[1][in_b]).any(axis=1)
+    has_other_score = scores[0][in_a] != scores[1][in_b]
+    counts = {
+        "only in the first": len(ids[0]) - len(common),
+        "only in the second": len(ids[1]) - len(common),
+        "with other values": int(has_other_record.sum()),
+        "with other last use": int(has_other_score.sum()),
+    }
+    found = [f"{n:,} rows {what}" for what, n in counts.items() if n]
+    return [f"{name}: " + ", ".join(found)] if found else []
+
+
+def _sorted_rows(folder: Path, table: TableEntry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids int64 [R], scores int64 [R], records as uint32 [R, record] (so that NaN equals itself)."""
+    layout = layout_of(table)
+    chunks = [c for file in table.files for c in read_rows(folder, table, file, layout)]
+    if not chunks:
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, layout.record_floats), np.uint32)
+    ids = torch.cat([c.ids_N for c in chunks]).numpy()
+    scores = torch.cat([c.scores_N for c in chunks]).numpy()
+    return ids, scores, torch.cat([c.records(layout) for c in chunks]).numpy().view(np.uint32)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""What a snapshot has beside rows: the state of optimizers, and plain values that need no code to be read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from hybridrec.backend import HOST
+from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
+from hybridrec.errors import ConfigError
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+# ---- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def _leaves(optimizer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The optimizers that a `CombinedOptimizer` is made of, however deep, with a path that names them."""
+    if not isinstance(optimizer, CombinedOptimizer):
+        yield path, optimizer
+        return
+    for number, (name, part) in enumerate(optimizer.optimizers):
+        yield from _leaves(part, f"{path}/{_without_wrapper(name) or number}")
+
+
+def learning_rates(optimizer: Any) -> dict[str, Any]:
+    """Path of a hashed table -> learning rate; of the tables that this rank has."""
+    return {
+        f"{path.rpartition('/')[0]}:{key.rpartition('.')[0]}": group["lr"]
+        for path, leaf in _leaves(optimizer)
+        if isinstance(leaf, HashFusedOptimizer)
+        for group in leaf.param_groups
+        for key in leaf.params
+    }
+
+
+def optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer has that is not hashed tables', as plain values; tensors are not copied."""
+    return {path: _leaf_state(leaf) for path, leaf in _leaves(optimizer) if not isinstance(leaf, HashFusedOptimizer)}
+
+
+def _leaf_state(optimizer: Any) -> dict[str, Any]:
+    if not isinstance(optimizer, KeyedOptimizer):
+        return {"kind": "torch", "state": optimizer.state_dict()}
+    names = {id(p): name for name, p in optimizer.params.items()}
+    state = {name: dict(optimizer.state[p]) for name, p in optimizer.params.items() if p in optimizer.state}
+    groups = [
+        {k: [names[id(p)] for p in v] if k == "params" else v for k, v in g.items()} for g in optimizer.param_groups
+    ]
+    return {"kind": "keyed", "state": _without_wrappers(state), "groups": groups}
+
+
+def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], rates: Mapping[str, Any]) -> None:
+    """Put back what `optimizer_state` and `learning_rates` took. `check_optimizer_state` was asked."""
+    now = learning_rates(optimizer)
+    for path, leaf in _leaves(optimizer):
+        if isinstance(leaf, HashFusedOptimizer):
+            for group, key in ((group, key) for group in leaf.param_groups for key in leaf.params):
+                name = f"{path.rpartition('/')[0]}:{key.rpartition('.')[0]}"
+                group["lr"] = rates.get(name, now[name])
+            leaf.zero_grad()  # hands the learning rate on
+        else:
+            _load_leaf(leaf, saved[path])
+
+
+def _load_leaf(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    if saved["kind"] == "torch":
+        optimizer.load_state_dict(saved["state"])
+        return
+    for group, state in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({k: v for k, v in state.items() if k != "params"})
+    for name, p in optimizer.params.items():
+        state = saved["state"].get(_without_wrapper(name))
+        if state is None:
+            optimizer.state.pop(p, None)
+        else:
+            optimizer.state[p] = {k: _beside(v, p) for k, v in state.items()}
+
+
+def check_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that is not made as the saved one was.
+
+    Raises:
+        ConfigError: Names the part, and both.
+    """
+    now = optimizer_state(optimizer)
+    if list(now) != list(saved):
+        raise ConfigError(f"optimizer: the snapshot has the parts {list(saved)}, this one has {list(now)}.")
+    for path, leaf in _leaves(optimizer):
+        if path not in saved:
+            continue
+        mine, theirs, where = now[path], saved[path], f"optimizer {path!r}" if path else "optimizer"
+        if mine["kind"] != theirs["kind"]:
+            raise ConfigError(f"{where}: the snapshot has a {theirs['kind']} optimizer, this one is {mine['kind']}.")
+        if mine["kind"] == "torch":
+            continue
+        if len(mine["groups"]) != len(theirs["groups"]):
+            counts = f"{len(theirs['groups'])} parameter groups, this one has {len(mine['groups'])}"
+            raise ConfigError(f"{where}: the snapshot has {counts}.")
+        known = {_without_wrapper(name) for name in leaf.params}
+        if unknown := sorted(set(theirs["state"]) - known):
+            raise ConfigError(f"{where}: the snapshot has state of {unknown}. Parameters here: {sorted(known)}.")
+
+
+def _without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {_without_wrapper(name): value for name, value in state.items()}
+
+
+def _without_wrapper(name: str) -> str:
+    """A parameter's path without the parts that data parallelism adds."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_dmp_wrapped_module"))
+
+
+def _beside(value: Any, parameter: Tensor) -> Any:
+    """A loaded value where the optimizer keeps such values: steps stay in host memory."""
+    is_like_parameter = isinstance(value, Tensor) and value.dim() > 0
+    return value.to(parameter.device, copy=True) if is_like_parameter else value
+
+
+# ---- plain values --------------------------------------------------------------------------------------------------
+
+
+def copy_of(value: Any, path: str) -> Any:
+    """A copy in host memory of what can be saved without pickling code: tensors, numbers, strings, lists, dicts.
+
+    Raises:
+        ConfigError: Something else is in it; names where.
+    """
+    if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
+        return value.detach().to(HOST, copy=True)
+    if isinstance(value, Mapping):
+        return {_key(k, path): copy_of(v, f"{path}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        copied = [copy_of(v, f"{path}[{i}]") for i, v in enumerate(value)]
+        return tuple(copied) if isinstance(value, tuple) else copied
+    if isinstance(value, _PLAIN):
+        return value
+    raise ConfigError(
+        f"{path} has type {type(value).__name__}, which a snapshot cannot hold. Accepted: tensors, numbers, strings, "
+        "bytes, None, and lists, tuples and dicts of them."
+    )
+
+
+def _key(key: Any, path: str) -> Any:
+    if not isinstance(key, (str, int)):
+        raise ConfigError(f"{path} has the key {key!r}. Accepted: strings and ints.")
+    return key
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """State of torch's generators that a model on a device uses."""
+    state = {HOST.type: torch.get_rng_state()}
+    module = torch.get_device_module(device)
+    if device.type not in state and hasattr(module, "get_rng_state"):
+        state[device.type] = module.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put `random_state` back; what is of another type of device is left out."""
+    torch.set_rng_state(state[HOST.type])
+    if device.type in state and device != HOST:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)

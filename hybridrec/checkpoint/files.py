@@ -1,0 +1,166 @@
+"""Files of snapshots: written with their hash and forced to disk, folders that appear by one rename, reading back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hybridrec.checkpoint.manifest import FileEntry, TableEntry
+from hybridrec.errors import StateError
+from hybridrec.store.row_export import RowChunk, RowExport
+from hybridrec.store.row_state_layout import RowStateLayout
+
+_BLOCK_BYTES = 8 * 2**20
+
+
+class HashedFile:
+    """A file that is written once from its beginning; its length and SHA-256 are known at the end."""
+
+    def __init__(self, folder: Path, name: str, rank: int) -> None:
+        """The file must not exist; folders in ``name`` are made."""
+        self._name, self._rank, self._rows = name, rank, 0
+        self._digest, self._bytes = hashlib.sha256(), 0
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = open(path, "xb", buffering=0)
+
+    def write(self, data: memoryview, *, rows: int = 0) -> None:
+        """All of it, or an `OSError`."""
+        self._digest.update(data)
+        self._bytes += data.nbytes
+        self._rows += rows
+        data = data.cast("B")
+        while data.nbytes:
+            data = data[self._file.write(data) :]
+
+    def finish(self) -> FileEntry:
+        """Force it to disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileEntry(
+            name=self._name, rank=self._rank, bytes=self._bytes, sha256=self._digest.hexdigest(), rows=self._rows
+        )
+
+    def close(self) -> None:
+        """Give it up; legal after `finish`."""
+        self._file.close()
+
+
+def write_file(folder: Path, name: str, data: bytes, rank: int) -> FileEntry:
+    """A whole small file, forced to disk."""
+    file = HashedFile(folder, name, rank)
+    try:
+        file.write(memoryview(data))
+        return file.finish()
+    finally:
+        file.close()
+
+
+def write_rows(folder: Path, name: str, export: RowExport, layout: RowStateLayout, rank: int) -> FileEntry:
+    """A table's shard: chunk after chunk ids int64 [n], scores uint32 [n], records float32 [n, R], little-endian."""
+    file = HashedFile(folder, name, rank)
+    try:
+        for chunk in export:
+            scores = chunk.scores_N.numpy().astype("<u4")
+            records = chunk.records(layout).numpy()
+            file.write(_bytes_of(chunk.ids_N.numpy().astype("<i8", copy=False)), rows=len(scores))
+            file.write(_bytes_of(scores))
+            file.write(_bytes_of(records.astype("<f4", copy=False)))
+        return file.finish()
+    finally:
+        file.close()
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).data).cast("B") if array.size else memoryview(b"")
+
+
+def read_rows(folder: Path, table: TableEntry, file: FileEntry, layout: RowStateLayout) -> Iterator[RowChunk]:
+    """The chunks of a shard, in order. The file was verified.
+
+    Raises:
+        StateError: The file is shorter than it was.
+    """
+    path, left = folder / file.name, file.rows
+    with open(path, "rb", buffering=0) as stream:
+        while left:
+            n = min(left, table.chunk_rows)
+            ids = _read_array(stream, path, "<i8", n)
+            scores = _read_array(stream, path, "<u4", n)
+            records = _read_array(stream, path, "<f4", n * layout.record_floats).reshape(n, -1)
+            scores_N = torch.from_numpy(scores.astype(np.int64))
+            yield RowChunk.of_records(torch.from_numpy(ids), scores_N, torch.from_numpy(records), layout)
+            left -= n
+
+
+def _read_array(stream: BinaryIO, path: Path, dtype: str, n: int) -> NDArray[Any]:
+    array: NDArray[Any] = np.empty(n, dtype=dtype)
+    view = _bytes_of(array)
+    while view.nbytes:
+        got = stream.readinto(view)  # type: ignore[attr-defined]
+        if not got:
+            raise StateError(f"{path} is damaged: it ends too early. Load an older snapshot.")
+        view = view[got:]
+    return array
+
+
+def verify(folder: Path, file: FileEntry) -> None:
+    """Compare a file with its entry.
+
+    Raises:
+        StateError: It is missing, cut or altered; names it.
+    """
+    path = folder / file.name
+    digest, size = hashlib.sha256(), 0
+    block = bytearray(_BLOCK_BYTES)
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            while got := stream.readinto(block):
+                digest.update(memoryview(block)[:got])
+                size += got
+    except FileNotFoundError as e:
+        raise StateError(f"{path} is missing. Load an older snapshot.") from e
+    except OSError as e:
+        raise StateError(f"{path} cannot be read: {e}.") from e
+    if size != file.bytes:
+        raise StateError(f"{path} is damaged: it has {size:,} bytes, {file.bytes:,} were written. Load an older one.")
+    if digest.hexdigest() != file.sha256:
+        raise StateError(f"{path} is damaged: its contents are not what was written. Load an older snapshot.")
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """A small file's new contents, all or nothing."""
+    beside = path.with_name(f".{path.name}.new")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """A folder and what is in it, if it is there: first out of sight, so that it is never seen half removed."""
+    hidden = folder.with_name(f".removed.{folder.name.lstrip('.')}")
+    try:
+        os.replace(folder, hidden)
+    except OSError:
+        hidden = folder
+    shutil.rmtree(hidden, ignore_errors=True)

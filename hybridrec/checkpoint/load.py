@@ -1,0 +1,240 @@
+"""`load`: a snapshot back into a model, on any number of ranks. See docs/design/checkpoint.md."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrec.backend import HOST
+from hybridrec.checkpoint import contents, snapshot
+from hybridrec.checkpoint.exchange import Ranks
+from hybridrec.checkpoint.files import read_rows, verify
+from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, Manifest, TableEntry, read_manifest
+from hybridrec.checkpoint.save import table_entry
+from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
+from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
+from hybridrec.distributed.rows_state_dict import owner_of
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
+from hybridrec.distributed.watchdog import watched
+from hybridrec.errors import ConfigError
+from hybridrec.store.row_export import RowChunk
+from hybridrec.store.row_state_layout import RowStateLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a snapshot says of where training was."""
+
+    path: Path
+    """The snapshot."""
+    batches_committed: int
+    """Training batches before it: skip so many, and go on."""
+    world_size: int
+    """W of the run that wrote it."""
+    extra: Any
+    """What this rank had given to `save`; None at another W."""
+    extras: tuple[Any, ...]
+    """What each rank of that run had given."""
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    pipeline: HybridTrainPipelineSparseDist | None = None,
+) -> Loaded:
+    """Put a snapshot into a model: training goes on as if it had not been interrupted.
+
+    The number of ranks, the sizes of caches and the tiers may be others than those of the run that wrote it. All files
+    are verified before anything changes; rows and dense part that the model has now are replaced. torch's random
+    numbers go on where they were, if W is the same. Collective.
+
+    Args:
+        path: A snapshot, or a folder of them: the newest one then.
+        model: What `DistributedModelParallel` returned, with the tables of the snapshot.
+        optimizer: As it was given to `save`; None: not loaded.
+        pipeline: Of the model; batches in flight are dropped, and it counts on from the snapshot.
+
+    Raises:
+        ConfigError: The model has another dim, optimizer, seed or initializer of a table, or other tables or parameters
+            than the snapshot; names both. Nothing changed.
+        StateError: A file is missing, cut or altered, or batches are in flight; names it. Nothing changed. Or the rows
+            do not fit the host budget: then the model is half loaded, and says so.
+        BackendError: A rank is gone.
+    """
+    collections = hashed_collections(model)
+    group = next(iter(collections.values())).host_group
+    with watched(group, "load"):
+        if pipeline is not None:
+            pipeline.reset()
+        for module in collections.values():
+            module.take_back_prepared()
+        return _Reader(collections, Ranks(group)).read(path, model, optimizer, pipeline)
+
+
+class _Reader:
+    """One snapshot on its way into a model, on one rank."""
+
+    def __init__(self, collections: dict[str, ShardedHashCollection], ranks: Ranks) -> None:
+        self._collections, self._ranks = collections, ranks
+
+    def read(self, path: str | Path, model: nn.Module, optimizer: Any, pipeline: Any) -> Loaded:
+        ranks = self._ranks
+        mine = {name: module.lookup.table_names for name, module in self._collections.items()}
+        everyone = ranks.gather(mine)  # tables, or columns of them, may be on single ranks
+        names = {name: {table for one in everyone for table in one[name]} for name in mine}
+        with ranks.together():
+            folder = snapshot.resolve(path)
+            manifest = read_manifest(folder)
+            self._check_tables(manifest, names)
+        digests = set(ranks.gather(manifest.digest))
+        with ranks.together():
+            if len(digests) > 1:
+                raise ConfigError(f"load: the ranks see different snapshots under {path}. Load from a shared folder.")
+            for file in _share(manifest.files(), ranks):
+                verify(folder, file)
+        with ranks.together():
+            dense = _decoded(folder, manifest.dense)
+            owned = [_decoded(folder, file) for file in manifest.ranks]
+            self._check_dense(model, optimizer, dense)
+        for module in self._collections.values():
+            with ranks.together():
+                module.lookup.require_idle()
+        with ranks.together():
+            rates = {table: rate for own in owned for table, rate in own["rates"].items()}
+            self._apply(folder, manifest, model, optimizer, dense, rates)
+        if pipeline is not None:
+            pipeline.resume_at(manifest.step)
+        is_same = manifest.world_size == ranks.world_size
+        if is_same:
+            contents.set_random_state(owned[ranks.rank]["random"], self._device())
+        extras = tuple(own["extra"] for own in owned)
+        return Loaded(
+            path=folder,
+            batches_committed=manifest.step,
+            world_size=manifest.world_size,
+            extra=extras[ranks.rank] if is_same else None,
+            extras=extras,
+        )
+
+    def _device(self) -> torch.device:
+        return next(iter(self._collections.values())).lookup.device
+
+    # ---- what must hold before anything changes ----------------------------------------------------------------------
+
+    def _check_tables(self, manifest: Manifest, names: dict[str, set[str]]) -> None:
+        saved = {c.name: c for c in manifest.collections}
+        _check_names("collections", saved, self._collections)
+        for name, module in self._collections.items():
+            tables = {t.name: table_entry(module, t) for t in module.lookup.tables}
+            saved_tables = {t.name: t for t in saved[name].tables}
+            _check_names(f"tables of collection {name!r}", saved_tables, names[name])
+            for table, now in tables.items():
+                _check_table(saved_tables[table], now)
+
+    def _check_dense(self, model: nn.Module, optimizer: Any, dense: dict[str, Any]) -> None:
+        tensors = dict(dense_tensors(model))
+        _check_names("parameters and buffers", dense["model"], tensors)
+        for name, tensor in tensors.items():
+            saved = dense["model"][name]
+            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                raise ConfigError(
+                    f"{name!r} is {saved.dtype} {list(saved.shape)} in the snapshot and {tensor.dtype} "
+                    f"{list(tensor.shape)} in the model. Load it into the model that it was saved from."
+                )
+        if optimizer is not None:
+            if dense["optimizer"] is None:
+                raise ConfigError("load: an optimizer was given, but none was given to save(). Leave it out.")
+            contents.check_optimizer_state(optimizer, dense["optimizer"])
+
+    # ---- changing ----------------------------------------------------------------------------------------------------
+
+    def _apply(
+        self, folder: Path, manifest: Manifest, model: nn.Module, optimizer: Any, dense: dict[str, Any], rates: Any
+    ) -> None:
+        saved = {c.name: c for c in manifest.collections}
+        try:
+            for name, module in self._collections.items():
+                self._load_rows(folder, manifest, saved[name], module)
+        except Exception as e:
+            for module in self._collections.values():
+                module.lookup.log.broken = f"a snapshot could be loaded only in part: {type(e).__name__}: {e}"
+            raise
+        with torch.no_grad():
+            for name, tensor in dense_tensors(model):
+                tensor.copy_(dense["model"][name])
+        if optimizer is not None:
+            contents.load_optimizer_state(optimizer, dense["optimizer"], rates)
+
+    def _load_rows(
+        self, folder: Path, manifest: Manifest, saved: CollectionEntry, module: ShardedHashCollection
+    ) -> None:
+        lookup = module.lookup
+        lookup.forget_rows(ordinal=saved.ordinal, committed=saved.batches_committed)
+        for table in lookup.tables:
+            entry = next(t for t in saved.tables if t.name == table.name)
+            is_row_wise = module.owner_of_table(table.name) is None
+            for file in entry.files:
+                if is_row_wise and entry.is_row_wise and not self._may_have_mine(file, manifest.world_size):
+                    continue
+                for rows in read_rows(folder, entry, file, table.layout):
+                    lookup.import_rows(table.name, self._mine(rows, table.layout) if is_row_wise else rows)
+
+    def _may_have_mine(self, file: FileEntry, saved_world_size: int) -> bool:
+        """An id is of rank ``mix64(id) % W``: then and now alike modulo what both W have in common."""
+        return (file.rank - self._ranks.rank) % math.gcd(saved_world_size, self._ranks.world_size) == 0
+
+    def _mine(self, rows: RowChunk, layout: RowStateLayout) -> RowChunk:
+        """Those of a row-wise table that belong to this rank."""
+        if self._ranks.world_size == 1:
+            return rows
+        mine = owner_of(rows.ids_N, self._ranks.world_size) == self._ranks.rank
+        return RowChunk.of_records(rows.ids_N[mine], rows.scores_N[mine], rows.records(layout)[mine], layout)
+
+
+def _share(files: tuple[FileEntry, ...], ranks: Ranks) -> list[FileEntry]:
+    """The files that this rank verifies: each is by one rank, and bytes are about even."""
+    loads = [0] * ranks.world_size
+    mine = []
+    for file in sorted(files, key=lambda f: (-f.bytes, f.name)):
+        rank = loads.index(min(loads))
+        loads[rank] += file.bytes
+        if rank == ranks.rank:
+            mine.append(file)
+    return mine
+
+
+def _check_names(what: str, saved: Any, now: Any) -> None:
+    missing, unexpected = sorted(set(now) - set(saved)), sorted(set(saved) - set(now))
+    if missing or unexpected:
+        raise ConfigError(
+            f"load: {what} differ. Not in the snapshot: {missing or 'none'}; only in the snapshot: "
+            f"{unexpected or 'none'}. Load it into the model that it was saved from."
+        )
+
+
+def _check_table(saved: TableEntry, now: TableEntry) -> None:
+    pairs = {
+        "embedding_dim": (saved.dim, now.dim),
+        "optimizer": (saved.optimizer["kind"], now.optimizer["kind"]),
+        "optimizer states": ([n for n, _ in saved.states], [n for n, _ in now.states]),
+        "seed": (saved.seed, now.seed),
+        "initializer": (saved.initializer, now.initializer),
+    }
+    for name, (before, after) in pairs.items():
+        if before != after:
+            raise ConfigError(
+                f"table {saved.name!r}: {name} is {before!r} in the snapshot and {after!r} in the model. Load it into "
+                "the model that it was saved from."
+            )
+
+
+def _decoded(folder: Path, file: FileEntry) -> Any:
+    """Tensors and plain values; nothing in the file is run."""
+    return torch.load(folder / file.name, map_location=HOST, weights_only=True)

@@ -1,0 +1,154 @@
+"""What a snapshot holds, as the JSON beside its files says it. See docs/design/checkpoint.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridrec.errors import ConfigError, StateError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a snapshot."""
+
+    name: str
+    """Relative to the snapshot, with ``/``."""
+    rank: int
+    """Who wrote it."""
+    bytes: int
+    sha256: str
+    rows: int = 0
+    """Of a table's shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableEntry:
+    """One table of a collection, over all ranks."""
+
+    name: str
+    """Of a table, or of columns of one: ``"t"``, ``"t[0:8]"``."""
+    is_row_wise: bool
+    """Whether each rank had the rows of the ids that hash to it; else one rank had all."""
+    dim: int
+    """D."""
+    states: tuple[tuple[str, bool], ...]
+    """(name, is row-wise) of every optimizer state, in the order of a record: row-sized ones first."""
+    optimizer: Mapping[str, Any]
+    """Fields of `OptimizerSpec`."""
+    seed: int
+    initializer: str
+    max_rows: int | None
+    chunk_rows: int
+    """Rows of a chunk of its files; the last one of a file may have fewer."""
+    files: tuple[FileEntry, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """R, over all ranks."""
+        return sum(file.rows for file in self.files)
+
+    @property
+    def record_floats(self) -> int:
+        """Floats of a record: D * (1 + M) + A."""
+        return self.dim + sum(1 if is_row_wise else self.dim for _, is_row_wise in self.states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectionEntry:
+    """One hashed collection."""
+
+    name: str
+    """Path in the model, without the wrappers of data parallelism."""
+    ordinal: int
+    """The newest that a committed batch had: what scores are compared with."""
+    batches_committed: int
+    """Steps of its optimizer."""
+    tables: tuple[TableEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One snapshot."""
+
+    step: int
+    """Training batches that were committed: where a loader resumes."""
+    world_size: int
+    """W."""
+    collections: tuple[CollectionEntry, ...]
+    dense: FileEntry
+    """Parameters that are not hashed tables, and the optimizer."""
+    ranks: tuple[FileEntry, ...]
+    """What each rank has for itself: random numbers, the user's ``extra``."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package -> version, for reading."""
+
+    def files(self) -> tuple[FileEntry, ...]:
+        """All but the manifest itself."""
+        shards = [file for c in self.collections for table in c.tables for file in table.files]
+        return (self.dense, *self.ranks, *shards)
+
+    def encode(self) -> bytes:
+        """What its file holds."""
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        content["sha256"] = _digest(content)
+        return json.dumps(content, indent=1, sort_keys=True).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the manifest says, and so of the snapshot."""
+        return _digest({"format": FORMAT, **dataclasses.asdict(self)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a snapshot.
+
+    Raises:
+        StateError: It is missing, cut, altered or of another format; names the file.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        digest = content.pop("sha256")
+        known_format = content["format"]
+    except FileNotFoundError as e:
+        raise StateError(f"{folder} is no complete snapshot: it has no {MANIFEST}.") from e
+    except OSError as e:
+        raise StateError(f"{path} cannot be read: {e}.") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise StateError(f"{path} is damaged: it is no manifest. Load an older snapshot.") from e
+    if known_format != FORMAT:
+        raise ConfigError(
+            f"{path} has format {known_format}, this version of hybridrec reads format {FORMAT}. Load it with the "
+            f"version that wrote it: {content.get('versions', {}).get('hybridrec', 'unknown')}."
+        )
+    if digest != _digest(content):
+        raise StateError(f"{path} is damaged: its contents are not what was written. Load an older snapshot.")
+    del content["format"]
+    collections = tuple(_collection(c) for c in content.pop("collections"))
+    dense, ranks = FileEntry(**content.pop("dense")), tuple(FileEntry(**f) for f in content.pop("ranks"))
+    return Manifest(collections=collections, dense=dense, ranks=ranks, **content)
+
+
+def _collection(content: dict[str, Any]) -> CollectionEntry:
+    return CollectionEntry(tables=tuple(table_of(t) for t in content.pop("tables")), **content)
+
+
+def table_of(content: Mapping[str, Any]) -> TableEntry:
+    """A table's entry out of what JSON made of it."""
+    content = dict(content)
+    files = tuple(FileEntry(**f) for f in content.pop("files"))
+    states = tuple((str(name), bool(is_row_wise)) for name, is_row_wise in content.pop("states"))
+    return TableEntry(files=files, states=states, **content)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

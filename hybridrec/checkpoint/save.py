@@ -1,0 +1,270 @@
+"""`save`: a snapshot of a model at a step boundary. See docs/design/checkpoint.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybridrec.checkpoint import contents, snapshot
+from hybridrec.checkpoint.exchange import Ranks
+from hybridrec.checkpoint.files import sync_folder, write_file, write_rows
+from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, Manifest, TableEntry
+from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
+from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
+from hybridrec.distributed.shard_table import ShardTable
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
+from hybridrec.distributed.watchdog import watched
+from hybridrec.errors import ConfigError
+from hybridrec.store.row_export import CHUNK_BYTES, RowExport
+from hybridrec.store.row_state_layout import FLOAT_BYTES
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    pipeline: HybridTrainPipelineSparseDist | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Write a snapshot: all rows with their optimizer state, everything else of the model, the optimizer.
+
+    It is the state after the last committed batch; batches that a pipeline prepares are taken back and prepared again.
+    It is written beside, forced to disk, and becomes visible by one rename: a snapshot that can be seen is complete.
+    If a rank fails, all raise the same error, older snapshots are as before, and training can go on. Collective.
+
+    Args:
+        path: Folder of snapshots, made if it is missing; the same on all ranks, on a file system that all see.
+        model: What `DistributedModelParallel` returned.
+        optimizer: Also saved: what the training loop steps. Its values are not a part of the model.
+        pipeline: Of the model; counts the batches.
+        extra: This rank's own: tensors, numbers, strings, lists and dicts of them, such as a loader's state.
+        keep: How many snapshots to keep, this one included; None: all.
+
+    Returns:
+        The folder of this snapshot.
+
+    Raises:
+        ConfigError: An argument, or what a part of it holds, cannot be saved.
+        StateError: It cannot be written, or a collection cannot be read; names what.
+        BackendError: A rank is gone.
+    """
+    saving = Saving(path, model, optimizer, pipeline=pipeline, extra=extra, keep=keep)
+    saving.write()
+    return saving.finish()
+
+
+class Saving:
+    """A snapshot that is written while training goes on: made at a step boundary, finished at a later one.
+
+    Rows that are written back meanwhile are copied aside first (`RowExport`), everything else is copied at once.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        pipeline: HybridTrainPipelineSparseDist | None = None,
+        extra: Any = None,
+        keep: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """What is saved is the state now. Collective; errors as of `save`.
+
+        Args:
+            path: See `save`, and so on.
+            model: What is saved.
+            optimizer: Of the model.
+            pipeline: Of the model.
+            extra: This rank's own.
+            keep: How many snapshots to keep.
+            group: gloo group of the model's ranks, over which they talk in `finish`; None: the host group, which a
+                pipeline must not use then.
+        """
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ConfigError(f"save: keep={keep!r}. Pass how many snapshots to keep, 1 or more, or None for all.")
+        self._root, self._keep = Path(path), keep
+        self._collections = hashed_collections(model)
+        self._host_group = next(iter(self._collections.values())).host_group
+        self._group = group or self._host_group
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._files: dict[tuple[str, str], FileEntry] = {}
+        self._exports: dict[tuple[str, str], RowExport] = {}
+        with watched(self._host_group, "save"):
+            for module in self._collections.values():
+                module.take_back_prepared()
+            self._begin(Ranks(self._host_group), model, optimizer, pipeline, extra)
+
+    def _begin(self, ranks: Ranks, model: nn.Module, optimizer: Any, pipeline: Any, extra: Any) -> None:
+        committed = [module.lookup.log.committed for module in self._collections.values()]
+        self._step = max(committed) if pipeline is None else pipeline.batches_committed
+        self._rank, name = ranks.rank, ""
+        with ranks.together():
+            if self._rank == 0:
+                name = snapshot.begin(self._root, self._step)
+        self._name: str = ranks.from_first(name)
+        self._folder = snapshot.unfinished(self._root, self._name)
+        try:
+            with ranks.together():
+                self._small = self._small_files(model, optimizer, extra)
+                for c, module in self._collections.items():
+                    module.lookup.flush()
+                    for table in module.lookup.tables:
+                        rows = _chunk_rows(table)
+                        self._exports[c, table.name] = module.lookup.export_rows(table.name, chunk_rows=rows)
+        except BaseException:
+            self._give_up()
+            raise
+        self._entries = [_entry(c, module) for c, module in self._collections.items()]
+
+    def start(self) -> None:
+        """Write this rank's rows on a thread of their own."""
+        self._thread = threading.Thread(target=self.write, name="hybridrec-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` need not wait for this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def write(self) -> None:
+        """Write this rank's rows; what goes wrong is raised by `finish`."""
+        try:
+            for (c, name), export in self._exports.items():
+                table = next(t for t in self._collections[c].lookup.tables if t.name == name)
+                file = f"rows/{_folder_name(c)}/{_folder_name(name)}/{self._rank:05d}.rows"
+                self._files[c, name] = write_rows(self._folder, file, export, table.layout, self._rank)
+            sync_folder(self._folder)
+        except Exception as e:  # raised by `finish`, on all ranks
+            self._error = e
+        finally:
+            self._close()
+
+    def finish(self) -> Path:
+        """Wait until all ranks have written, and make the snapshot visible. Collective; errors as of `save`."""
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            with watched(self._host_group, "save"):
+                self._publish(Ranks(self._group))
+        except BaseException:
+            self._give_up()
+            raise
+        return self._root / self._name
+
+    def _publish(self, ranks: Ranks) -> None:
+        with ranks.together():
+            if self._error is not None:
+                raise self._error
+        entries = [_with_files(entry, self._files) for entry in self._entries]
+        everyone = ranks.gather((*self._small, entries))
+        with ranks.together():
+            if self._rank == 0:
+                manifest = Manifest(
+                    step=self._step,
+                    world_size=ranks.world_size,
+                    collections=tuple(map(_merged, zip(*(one[2] for one in everyone), strict=True))),
+                    dense=everyone[0][0],
+                    ranks=tuple(one[1] for one in everyone),
+                    versions={"hybridrec": version("hybridrec"), "torch": torch.__version__},
+                )
+                write_file(self._folder, MANIFEST, manifest.encode(), 0)
+                sync_folder(self._folder)
+                snapshot.publish(self._root, self._name, self._keep)
+
+    def _close(self) -> None:
+        for export in self._exports.values():
+            export.close()
+
+    def _give_up(self) -> None:
+        self._close()
+        if self._rank == 0:
+            snapshot.give_up(self._root, self._name)
+
+    def _small_files(self, model: nn.Module, optimizer: Any, extra: Any) -> tuple[FileEntry | None, FileEntry]:
+        device = next(iter(self._collections.values())).lookup.device
+        rates = {} if optimizer is None else contents.learning_rates(optimizer)
+        own = {
+            "extra": contents.copy_of(extra, "extra"),
+            "random": contents.random_state(device),
+            "rates": contents.copy_of(rates, "learning rates"),
+        }
+        entry = write_file(self._folder, f"ranks/{self._rank:05d}.pt", _encoded(own), self._rank)
+        if self._rank != 0:
+            return None, entry
+        state = None if optimizer is None else contents.optimizer_state(optimizer)
+        dense = {
+            "model": contents.copy_of(dict(dense_tensors(model)), "model"),
+            "optimizer": contents.copy_of(state, "optimizer"),
+        }
+        return write_file(self._folder, "dense.pt", _encoded(dense), 0), entry
+
+
+def _entry(name: str, module: ShardedHashCollection) -> CollectionEntry:
+    """A collection as it is now, without files."""
+    log = module.lookup.log
+    tables = tuple(table_entry(module, table) for table in module.lookup.tables)
+    return CollectionEntry(name=name, ordinal=log.group.ordinal, batches_committed=log.committed, tables=tables)
+
+
+def _with_files(entry: CollectionEntry, files: dict[tuple[str, str], FileEntry]) -> CollectionEntry:
+    """A rank's entry, with what it has written."""
+    tables = (dataclasses.replace(table, files=(files[entry.name, table.name],)) for table in entry.tables)
+    return dataclasses.replace(entry, tables=tuple(tables))
+
+
+def _merged(entries: tuple[CollectionEntry, ...]) -> CollectionEntry:
+    """One collection, of the entries that its ranks have: tables that one rank has alone are in its entry only."""
+    tables: dict[str, TableEntry] = {}
+    for entry in entries:
+        for table in entry.tables:
+            known = tables.get(table.name)
+            files = table.files if known is None else (*known.files, *table.files)
+            tables[table.name] = dataclasses.replace(table, files=files)
+    return dataclasses.replace(entries[0], tables=tuple(tables.values()))
+
+
+def table_entry(module: ShardedHashCollection, table: ShardTable) -> TableEntry:
+    """A table as it is now, without files."""
+    names = {table.name, table.name.rpartition("[")[0]}  # the second: of columns of a table
+    config = next(c for c in module.table_configs if c.name in names)
+    states = (*table.layout.row_states, *table.layout.row_wise_states)
+    return TableEntry(
+        name=table.name,
+        is_row_wise=module.owner_of_table(table.name) is None,
+        dim=table.layout.dim,
+        states=tuple((s.name, s.is_row_wise) for s in states),
+        optimizer=dataclasses.asdict(table.optimizer),
+        seed=config.seed,
+        initializer=repr(config.initializer),
+        max_rows=config.max_rows,
+        chunk_rows=_chunk_rows(table),
+    )
+
+
+def _chunk_rows(table: ShardTable) -> int:
+    return max(1, CHUNK_BYTES // (table.layout.record_floats * FLOAT_BYTES))
+
+
+def _folder_name(name: str) -> str:
+    """A name as that of a folder; different names stay different."""
+    safe = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}%" for c in name)
+    return safe or "%"
+
+
+def _encoded(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

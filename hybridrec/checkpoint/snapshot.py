@@ -1,0 +1,97 @@
+"""Where snapshots are: a folder of them, the newest, and how many are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hybridrec.checkpoint.files import remove_folder, replace_file
+from hybridrec.checkpoint.manifest import MANIFEST
+from hybridrec.errors import StateError
+
+_PREFIX, _UNFINISHED = "step_", ".unfinished_"
+_LATEST = "latest"
+_being_written: set[Path] = set()
+"""Folders of this process that are not left over."""
+
+
+def latest(path: str | Path) -> Path | None:
+    """The newest complete snapshot in a folder of snapshots; None if there is none.
+
+    Args:
+        path: What was given to `save`.
+    """
+    root = Path(path)
+    try:
+        name = (root / _LATEST).read_text().strip()
+    except OSError:
+        name = ""
+    if name and (root / name / MANIFEST).is_file():
+        return root / name
+    complete = snapshots(root)
+    return complete[-1] if complete else None
+
+
+def snapshots(root: Path) -> list[Path]:
+    """All complete snapshots, in the order in which they were written."""
+    if not root.is_dir():
+        return []
+    found = [p for p in root.iterdir() if p.name.startswith(_PREFIX) and (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))
+
+
+def resolve(path: str | Path) -> Path:
+    """A snapshot: ``path`` itself, or the newest one in it.
+
+    Raises:
+        StateError: There is none.
+    """
+    root = Path(path)
+    if (root / MANIFEST).is_file():
+        return root
+    found = latest(root)
+    if found is None:
+        raise StateError(f"{root} has no complete snapshot. Pass the folder that was given to save(), or a snapshot.")
+    return found
+
+
+def begin(root: Path, step: int) -> str:
+    """Make the folder in which a snapshot of a step is written; the name that it will have. On one rank.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for left_over in root.glob(f"{_UNFINISHED}*"):
+        if left_over not in _being_written:
+            remove_folder(left_over)
+    name, again = f"{_PREFIX}{step:012d}", 1
+    while (root / name).exists() or unfinished(root, name).exists():
+        again += 1
+        name = f"{_PREFIX}{step:012d}_{again}"
+    unfinished(root, name).mkdir()
+    _being_written.add(unfinished(root, name))
+    return name
+
+
+def unfinished(root: Path, name: str) -> Path:
+    """Where a snapshot is while it is written."""
+    return root / f"{_UNFINISHED}{name}"
+
+
+def give_up(root: Path, name: str) -> None:
+    """Remove what was written of a snapshot. On one rank."""
+    _being_written.discard(unfinished(root, name))
+    remove_folder(unfinished(root, name))
+
+
+def publish(root: Path, name: str, keep: int | None) -> Path:
+    """Make a written snapshot visible, by one rename, and the newest; let go of those beyond ``keep``. On one rank."""
+    os.replace(unfinished(root, name), root / name)
+    _being_written.discard(unfinished(root, name))
+    replace_file(root / _LATEST, f"{name}\n".encode())
+    if keep is not None:
+        others = [p for p in snapshots(root) if p.name != name]
+        for old in others[: max(0, len(others) + 1 - keep)]:
+            remove_folder(old)
+    return root / name

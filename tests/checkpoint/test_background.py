@@ -1,0 +1,121 @@
+"""Snapshots that are written while training goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hybridrec import StateError, checkpoint
+from hybridrec.checkpoint import files
+from hybridrec.native import ShardGroup
+from tests.checkpoint.runs import build, records_of
+from tests.distributed.pipelines import all_batches, mine
+from tests.distributed.scenario import Scenario
+from tests.ranks import RankPools
+
+SCENARIO = Scenario(optimizer="rowwise_adagrad", steps=24, ids_per_table=60)
+
+
+class Slow:
+    """`HashedFile.write` that waits for training to go on: each write lets a batch pass."""
+
+    def __init__(self) -> None:
+        self.original = files.HashedFile.write
+        self.batches = 0
+
+    def write(self, file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
+        seen, deadline = self.batches, time.monotonic() + 0.3
+        while file._name.startswith("rows/") and self.batches == seen and time.monotonic() < deadline:
+            time.sleep(0.002)
+        self.original(file, data, rows=rows)
+
+
+def save_in_background(scenario: Scenario, path: Path) -> dict[str, Any]:
+    slow = Slow()
+    dmp, pipeline = build(scenario)
+    batches, expected, seen = iter(mine(scenario, all_batches(scenario))), {}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        with checkpoint.Checkpointer(
+            path, dmp, pipeline._optimizer, pipeline, every=8, keep=9, in_background=True
+        ) as checkpointer:
+            for step in range(scenario.steps):
+                pipeline.progress(batches)
+                slow.batches += 1
+                if (step + 1) % 8 == 0:
+                    pipeline.withdraw()
+                    expected[step + 1] = records_of(dmp)
+                checkpointer.after_batch()
+                dist.barrier()
+                newest = checkpoint.latest(path)
+                seen.append("" if newest is None else newest.name)
+    for step, records in expected.items():
+        again, pipeline = build(scenario)
+        checkpoint.load(path / f"step_{step:012d}", again, pipeline._optimizer, pipeline=pipeline)
+        if records_of(again) != records:
+            raise AssertionError(f"the snapshot of step {step} is not the rows of then")
+    return {"seen": seen, "final": records_of(dmp)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_it_is_the_state_of_its_step_and_training_goes_on(pools: RankPools, tmp_path: Path, world_size: int) -> None:
+    found = pools[world_size].run(save_in_background, SCENARIO, tmp_path)
+    for one in found:
+        assert one["seen"][7] == ""  # batches went by before the first one was visible
+        assert "step_000000000008" in one["seen"][8:16]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000024"
+
+
+def read_what_is_there_now(scenario: Scenario, path: Path) -> None:
+    """A mutant: rows are read when they are written, not when the snapshot began."""
+    original = ShardGroup.export_next
+
+    def export_next(self: ShardGroup, handle: int, ids: Any, scores: Any, records: Any) -> None:
+        original(self, handle, ids, scores, records)
+        table = self._exported[handle]
+        self.flush()
+        again, _ = self.export_begin(table)
+        original(self, again, ids, scores, records)
+        self.export_end(again)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardGroup, "export_next", export_next)
+        save_in_background(scenario, path)
+
+
+def test_a_mutant_is_caught(pools: RankPools, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="is not the rows of then|Accepted: 1 to"):
+        pools[1].run(read_what_is_there_now, SCENARIO, tmp_path)
+
+
+def fail_in_background(scenario: Scenario, path: Path) -> str:
+    dmp, pipeline = build(scenario)
+    batches = iter(mine(scenario, all_batches(scenario)))
+    pipeline.progress(batches)
+
+    def write(file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
+        raise OSError(28, "No space left on device", file._name)
+
+    saving = checkpoint.Saving(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(files.HashedFile, "write", write)
+        saving.start()
+        pipeline._thread.settle()
+        message = ""
+        try:
+            saving.finish()
+        except StateError as e:
+            message = str(e)
+    pipeline.progress(batches)
+    return message
+
+
+def test_a_failure_is_raised_on_all_ranks_when_it_is_finished(pools: RankPools, tmp_path: Path) -> None:
+    messages = pools[2].run(fail_in_background, SCENARIO, tmp_path)
+    assert messages[0] == messages[1] and "No space left on device (on rank 1 of 2)" in messages[0]
+    assert checkpoint.latest(tmp_path) is None and list(tmp_path.iterdir()) == []
