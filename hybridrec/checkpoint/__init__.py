@@ -2,8 +2,9 @@
 
 from hybridrec.checkpoint.checkpointer import Checkpointer
 from hybridrec.checkpoint.load import Loaded, load
+from hybridrec.checkpoint.pretrained import import_rows
 from hybridrec.checkpoint.safetensors import export_safetensors
 from hybridrec.checkpoint.save import Saving, save
 from hybridrec.checkpoint.snapshot import latest
 
-__all__ = ["Checkpointer", "Loaded", "Saving", "export_safetensors", "latest", "load", "save"]
+__all__ = ["Checkpointer", "Loaded", "Saving", "export_safetensors", "import_rows", "latest", "load", "save"]

@@ -1,0 +1,86 @@
+"""`import_rows`: rows that were trained elsewhere, by id, into a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hybridrec.backend import HOST
+from hybridrec.checkpoint.exchange import Ranks
+from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.distributed.model_parts import hashed_collections
+from hybridrec.distributed.routing import TablePart
+from hybridrec.distributed.rows_state_dict import owner_of
+from hybridrec.distributed.shard_table import ShardTable
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
+from hybridrec.errors import ConfigError
+from hybridrec.store.row_export import RowChunk
+
+
+def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor) -> None:
+    """Insert rows by id, or replace those that live; their optimizer state begins anew.
+
+    For a table larger than memory call it for one chunk after the other. The rows count as used by the newest batch.
+    Collective: all ranks pass the same rows, each keeps those that it owns.
+
+    Args:
+        model: What `DistributedModelParallel` returned.
+        table: Its name; one collection alone may have it.
+        ids_N: int64 [N], any values; of an id that comes twice the last row counts.
+        weights_ND: float32 [N, D].
+
+    Raises:
+        ConfigError: There is no such table, or the tensors are not as they should be. Nothing changed.
+        StateError: A batch is in flight, or the host budget has no room; a rank that had room keeps its rows.
+    """
+    found = [m for m in hashed_collections(model).values() if any(c.name == table for c in m.table_configs)]
+    if len(found) != 1:
+        names = sorted(c.name for m in hashed_collections(model).values() for c in m.table_configs)
+        what = "no collection has" if not found else f"{len(found)} collections have"
+        raise ConfigError(f"import_rows: {what} the table {table!r}. Tables: {names}.")
+    (module,) = found
+    module.take_back_prepared()
+    ranks = Ranks(module.host_group)
+    with ranks.together():
+        _check(module, table, ids_N, weights_ND)
+        module.lookup.require_idle()
+    with ranks.together():
+        group = module.lookup.log.group
+        group.set_ordinal(max(1, group.ordinal))  # a score of 0 would be that of no batch
+        for part, shard in _parts(module, table):
+            mine = owner_of(ids_N, ranks.world_size) == ranks.rank if part.owner is None else slice(None)
+            _import(module.lookup, part, shard, ids_N[mine], weights_ND[mine])
+
+
+def _parts(module: ShardedHashCollection, table: str) -> Iterator[tuple[TablePart, ShardTable]]:
+    """The table, or those of its columns that this rank has."""
+    for part, shard in zip(module.parts, module.lookup.tables, strict=True):
+        if part.table.name == table:
+            yield part, shard
+
+
+def _check(module: ShardedHashCollection, table: str, ids_N: Tensor, weights_ND: Tensor) -> None:
+    dim = next(c.embedding_dim for c in module.table_configs if c.name == table)
+    if ids_N.dtype != torch.int64 or ids_N.dim() != 1 or ids_N.device != HOST:
+        raise ConfigError(
+            f"import_rows: ids are {ids_N.dtype} {list(ids_N.shape)} on {ids_N.device}. Accepted: int64 [N] in host "
+            "memory."
+        )
+    if weights_ND.dtype != torch.float32 or weights_ND.shape != (len(ids_N), dim) or weights_ND.device != HOST:
+        raise ConfigError(
+            f"import_rows: weights are {weights_ND.dtype} {list(weights_ND.shape)} on {weights_ND.device}. Accepted: "
+            f"float32 [{len(ids_N):,}, {dim}] in host memory: the embedding_dim of table {table!r}."
+        )
+
+
+def _import(lookup: PooledLookup, part: TablePart, shard: ShardTable, ids_N: Tensor, weights_ND: Tensor) -> None:
+    layout = shard.layout
+    slices = layout.record_slices
+    records = torch.empty((len(ids_N), layout.record_floats))
+    records[:, slices["weights"]] = weights_ND[:, part.first_column : part.first_column + part.dim]
+    for state in layout.states:
+        records[:, slices[state.name]] = state.initial_value
+    scores_N = torch.full_like(ids_N, lookup.log.group.ordinal)
+    lookup.import_rows(shard.name, RowChunk.of_records(ids_N.contiguous(), scores_N, records, layout))
