@@ -71,7 +71,7 @@ def save_and_go_on(scenario: Scenario, path: Path, at: int, *, max_rows: int | N
         losses.append(pipeline.progress(batches).item())
         if step + 1 == at:
             folder = checkpoint.save(path, dmp, pipeline._optimizer, pipeline=pipeline, extra={"rank": dist.get_rank()})
-            dense = {name: tensor.detach().clone() for name, tensor in dense_tensors(dmp)}
+            dense = {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense_tensors(dmp)}
             saved = {"folder": folder, "records": records_of(dmp), "dense": dense, "dense_sum": _dense_sum(pipeline)}
     stats = dmp.module.ebc.stats()
     return saved | {"losses": losses, "final": records_of(dmp), "evicted": sum(s.evicted for s in stats)}
@@ -81,7 +81,7 @@ def load_and_go_on(scenario: Scenario, path: Path, *, max_rows: int | None = Non
     """Load into a new model, and train the rest."""
     dmp, pipeline = build(scenario, depth, max_rows)
     loaded = checkpoint.load(path, dmp, pipeline._optimizer, pipeline=pipeline)
-    found = {"records": records_of(dmp), "dense": {n: t.detach().clone() for n, t in dense_tensors(dmp)}}
+    found = {"records": records_of(dmp), "dense": {n: t.detach().to("cpu", copy=True) for n, t in dense_tensors(dmp)}}
     if pipeline.batches_committed != loaded.batches_committed:
         raise AssertionError(f"{pipeline.batches_committed} is not {loaded.batches_committed}")
     batches = iter(mine(scenario, all_batches(scenario)[loaded.batches_committed :]))
@@ -122,7 +122,7 @@ def _dense_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
 def _dense_sum(pipeline: HybridTrainPipelineSparseDist) -> list[torch.Tensor]:
     """Adagrad's state of the dense part, in the order of its parameters."""
     (_, dense) = pipeline._optimizer.optimizers[1]
-    return [dense.state[p]["sum"].clone() for p in dense.params.values()]
+    return [dense.state[p]["sum"].to("cpu", copy=True) for p in dense.params.values()]
 
 
 def _put(oracle: Oracle, everything: Records, step: int) -> None:
