@@ -51,7 +51,14 @@ def register() -> None:
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         for kind in KINDS:
             library.impl(f"split_embedding_codegen_lookup_{kind}_function_pt2", _operator(kind), "Autograd")
+    # fbgemm-ascend has none of this. torch_npu's fallback runs it on the host, which is harmless: FBGEMM calls it when
+    # tables are made, with a tensor that it does not look at. Where that fallback is disabled, plain operators serve.
+    library.impl("get_infos_metadata", _on_host, "PrivateUse1")
     _libraries.append(library)
+
+
+def _on_host(unused: Tensor, num_bags: int, num_features: int) -> Any:
+    return torch.ops.fbgemm.get_infos_metadata(torch.empty(0), num_bags, num_features)
 
 
 def _operator(kind: str) -> Any:
