@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybridrec.distributed.sharding_plan import (
         HybridEmbeddingBagCollectionSharder,
         HybridHashEmbeddingBagCollectionSharder,
+        HybridHashEmbeddingCollectionSharder,
         get_default_hybrid_sharders,
         register_default_sharders,
         unregister_default_sharders,
@@ -39,6 +40,7 @@ __all__ = [
     "HashEmbeddingConfig",
     "HybridEmbeddingBagCollectionSharder",
     "HybridHashEmbeddingBagCollectionSharder",
+    "HybridHashEmbeddingCollectionSharder",
     "HybridRecError",
     "HybridTrainPipelineSparseDist",
     "IdError",
@@ -61,6 +63,7 @@ _NAMES_BY_MODULE = {
     "hybridrec.distributed.sharding_plan": (
         "HybridEmbeddingBagCollectionSharder",
         "HybridHashEmbeddingBagCollectionSharder",
+        "HybridHashEmbeddingCollectionSharder",
         "get_default_hybrid_sharders",
         "register_default_sharders",
         "unregister_default_sharders",

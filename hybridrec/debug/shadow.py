@@ -183,8 +183,8 @@ class ShadowCollection:
             weights_N = None if weights_N is None else weights_N.to(device)
             inputs.append(KernelInput(part.index_N.to(device), part.offsets.to(device), weights_N))
         rates = [kernel.learning_rate for kernel in lookup.kernels]
-        for kernel, one, part in zip(self._kernels, inputs, lookup.split(batch, pooled), strict=True):
-            if not _same(kernel.forward(*one)[0], part):
+        for kernel, one, expected in zip(self._kernels, inputs, lookup.split(batch, pooled), strict=True):
+            if not _same(kernel.forward(*one)[0], expected):
                 name = kernel.spec.tables[0].name
                 raise VerifyError(
                     Difference(rank=self._rank, step=step, table=name, id=None, num_ids=0, moment="in the lookup")

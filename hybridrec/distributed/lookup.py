@@ -406,15 +406,17 @@ class PooledLookup(nn.Module):
 
     def _joined(self, parts: Sequence[Tensor], batch: MappedBatch) -> Tensor:
         """As `join`; a rank that owns no table has no columns."""
-        return self.join(parts) if parts else torch.empty((batch.keys.stride(), 0), device=self._device)
+        num_bags = batch.keys.stride() if self.is_pooled else 0
+        return self.join(parts) if parts else torch.empty((num_bags, 0), device=self._device)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """What the kernels gave, as one tensor."""
         return torch.cat(list(parts), 1) if len(parts) > 1 else parts[0]
 
-    def split(self, batch: MappedBatch, output: Tensor) -> Sequence[Tensor]:
+    def split(self, batch: MappedBatch, output: Tensor) -> tuple[Tensor, ...]:
         """The parts of the kernels in something like the output of a batch."""
-        return output.split(self._kernel_dims, 1)
+        parts: tuple[Tensor, ...] = output.split(self._kernel_dims, 1)
+        return parts
 
     def _kernel_inputs(
         self, batch: MappedBatch, index_N: Tensor, upload: Callable[[list[Tensor]], list[Tensor]]
@@ -526,18 +528,14 @@ class SequenceLookup(PooledLookup):
 
     is_pooled = False
 
-    @property
-    def total_dim(self) -> int:
-        """Columns of the output."""
-        return self._kernel_dims[0]
-
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """What the kernels gave, as one tensor: float32 [N, D]."""
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
-    def split(self, batch: MappedBatch, output: Tensor) -> Sequence[Tensor]:
+    def split(self, batch: MappedBatch, output: Tensor) -> tuple[Tensor, ...]:
         """The parts of the kernels in something like the output of a batch."""
-        return output.split(batch.feature_offsets[self._first_feature].diff().tolist())
+        parts: tuple[Tensor, ...] = output.split(batch.feature_offsets[self._first_feature].diff().tolist())
+        return parts
 
 
 class _PooledLookup(torch.autograd.Function):

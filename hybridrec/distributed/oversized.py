@@ -211,11 +211,11 @@ class PassLookup:
                 numbers = unique_U[starts_T[t] : starts_T[t + 1]] - base_T[t]
                 self._load(k, t, transient.slot_arrays(t), rows[numbers.numpy()], weights_only=True)
             weights_N = None if occurrences.weights_N is None else occurrences.weights_N[positions]
-            part = self._run(transient, place_N - starts_T[part_table_N], offsets, weights_N)[0]
+            values = self._run(transient, place_N - starts_T[part_table_N], offsets, weights_N)[0]
             if kernel.spec.is_pooled:
-                output[first:last] = part
+                output[first:last] = values
             else:
-                output.index_copy_(0, self._copies.upload([positions])[0], part)
+                output.index_copy_(0, self._copies.upload([positions])[0], values)
             self.num_passes += 1
         return output
 
@@ -247,8 +247,8 @@ class PassLookup:
                 self._load(k, t, transient.slot_arrays(t), parts[t][0])
             weights_N = None if occurrences.weights_N is None else occurrences.weights_N[positions]
             _, pending = self._run(transient, place_N[positions], counts[occurrences.offsets], weights_N)
-            part = grad if transient.spec.is_pooled else grad.index_select(0, self._copies.upload([positions])[0])
-            transient.backward(pending, part, step=step)
+            of_pass = grad if transient.spec.is_pooled else grad.index_select(0, self._copies.upload([positions])[0])
+            transient.backward(pending, of_pass, step=step)
             for t, (rows, slots) in enumerate(parts):
                 self._store(k, t, transient.slot_arrays(t), rows, slots)
             self.num_passes += 1

@@ -150,7 +150,7 @@ class ShardedHashCollection(
         """Begin to send the ids, features in the order of the lookup; collective over the host group."""
         raise NotImplementedError
 
-    def _received(self, dist_input: Any) -> KeyedJaggedTensor:
+    def _received(self, ctx: HashBatchContext, dist_input: Any) -> KeyedJaggedTensor:
         """The keys that this rank owns, out of what `_send_ids` of all ranks gave."""
         keys: KeyedJaggedTensor = dist_input[0]
         return keys
@@ -220,7 +220,7 @@ class ShardedHashCollection(
             try:
                 if ctx.is_training:
                     self._check_not_frozen()
-                result = lookup.map(self._received(dist_input), is_training=ctx.is_training, may_wait=may_wait)
+                result = lookup.map(self._received(ctx, dist_input), is_training=ctx.is_training, may_wait=may_wait)
                 if isinstance(result, MappedBatch):
                     mapped = result
                 else:

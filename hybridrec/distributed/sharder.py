@@ -27,12 +27,14 @@ from hybridrec.distributed.planner_demand import TableDemand
 from hybridrec.distributed.planner_report import HybridPlanPolicy, SharderPlanning
 from hybridrec.distributed.routing import SHARDING_TYPES, Routing, TablePart, check_columns, parts_of
 from hybridrec.distributed.shard_table import ShardTable
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
 from hybridrec.distributed.verdict import agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import BackendError, ConfigError
 from hybridrec.kernels.factory import KernelChoice, group_tables, kernel_choice
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.modules.hash_collection import HashCollection
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 from hybridrec.native import table_seed
 from hybridrec.native.protocol import ShardSpec
@@ -53,8 +55,10 @@ class _PlannedPart:
     kernel: KernelChoice
 
 
-class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbeddingBagCollection]):  # type: ignore[misc]
-    """Shards `HashEmbeddingBagCollection` over all ranks: row-wise, or tables or columns of tables on single ranks."""
+class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: ignore[misc]
+    """Shards a hashed collection over all ranks: row-wise, or tables or columns of tables on single ranks."""
+
+    _lookup_class = PooledLookup
 
     def __init__(
         self,
@@ -94,10 +98,6 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         self._host_budget = HostBudget(host_memory_bytes)
         setattr(self, PLANNING_ATTRIBUTE, SharderPlanning(host_group=self._host_group, budget=self._host_budget))
 
-    @property
-    def module_type(self) -> type[HashEmbeddingBagCollection]:
-        return HashEmbeddingBagCollection
-
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Row-wise alone: plans made by hand may name table-wise and column-wise too."""
         return [self._sharding_type] if self._sharding_type else list(_SHARDING_TYPES)
@@ -106,7 +106,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         """The three placements, the same on every device."""
         return [self._kernel_type] if self._kernel_type else [placement.value for placement in Placement]
 
-    def shardable_parameters(self, module: HashEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+    def shardable_parameters(self, module: HashCollection) -> dict[str, nn.Parameter]:
         """Table -> nominal parameter, which tells the planner what the table takes in each tier."""
         parameters = {}
         for table in module.table_configs:
@@ -118,12 +118,12 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
 
     def shard(
         self,
-        module: HashEmbeddingBagCollection,
+        module: HashCollection,
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedHashEmbeddingBagCollection:
+    ) -> ShardedHashCollection:
         """Build this rank's shards. No row exists yet and, on the host, no memory for any is taken.
 
         Collective over the host group: what one rank refuses, all refuse, and a kernel that one rank lacks serves on
@@ -146,7 +146,11 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         self._check_collectives(sharded, host_group)
         return sharded
 
-    def _check_collectives(self, sharded: ShardedHashEmbeddingBagCollection, host_group: dist.ProcessGroup) -> None:
+    def _sharded(self, *args: Any, **kwargs: Any) -> ShardedHashCollection:
+        """The sharded collection."""
+        raise NotImplementedError
+
+    def _check_collectives(self, sharded: ShardedHashCollection, host_group: dist.ProcessGroup) -> None:
         lookup = sharded.lookup
         if not resolve_backend(lookup.device.type).is_host_memory:
             with watched(host_group, "self-test of the device's collectives"):
@@ -159,7 +163,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
 
     def _planned_parts(
         self,
-        module: HashEmbeddingBagCollection,
+        module: HashCollection,
         params: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device,
@@ -199,17 +203,17 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
 
     def _shard(
         self,
-        module: HashEmbeddingBagCollection,
+        module: HashCollection,
         planned: Sequence[_PlannedPart],
         env: ShardingEnv,
         device: torch.device,
         host_group: dist.ProcessGroup,
-    ) -> ShardedHashEmbeddingBagCollection:
+    ) -> ShardedHashCollection:
         groups = _grouped(planned)
         routing = Routing(parts=tuple(p.part for group in groups for p in group), world_size=env.world_size)
         kernels = [[_shard_table(p, env) for p in group] for group in groups if group[0].part.owner in (None, env.rank)]
         self._check_device_memory([table for group in kernels for table in group], device)
-        lookup = PooledLookup(
+        lookup = self._lookup_class(
             kernels,
             is_weighted=module.is_weighted(),
             device=device,
@@ -218,7 +222,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
             world_size=env.world_size,
             host_budget_bytes=self._host_budget.part_of(module),
         )
-        return ShardedHashEmbeddingBagCollection(
+        return self._sharded(
             module,
             module.table_configs,
             lookup,
@@ -229,7 +233,7 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
         )
 
     def _checked_optimizer(
-        self, module: HashEmbeddingBagCollection, table: TableConfig, planned: ParameterSharding
+        self, module: HashCollection, table: TableConfig, planned: ParameterSharding
     ) -> OptimizerSpec:
         parameter = _nominal_parameter(module, table)
         if not parameter.requires_grad:
@@ -282,6 +286,17 @@ class HybridHashEmbeddingBagCollectionSharder(BaseEmbeddingSharder[HashEmbedding
                 f"{largest.placed.placement.value!r}. "
                 "Give planned_rows or device_rows, or choose 'fused_uvm_caching' in ParameterConstraints."
             )
+
+
+class HybridHashEmbeddingBagCollectionSharder(HashCollectionSharder):
+    """Shards `HashEmbeddingBagCollection` over all ranks: row-wise, or tables or columns of tables on single ranks."""
+
+    @property
+    def module_type(self) -> type[HashCollection]:
+        return HashEmbeddingBagCollection
+
+    def _sharded(self, *args: Any, **kwargs: Any) -> ShardedHashCollection:
+        return ShardedHashEmbeddingBagCollection(*args, **kwargs)
 
 
 def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
@@ -361,7 +376,5 @@ def _choice(what: str, value: Any, allowed: Sequence[str]) -> str | None:
     return name
 
 
-def _nominal_parameter(module: HashEmbeddingBagCollection, table: TableConfig) -> nn.Parameter:
-    parameter = module.embedding_bags[table.name].weight
-    assert isinstance(parameter, nn.Parameter)
-    return parameter
+def _nominal_parameter(module: HashCollection, table: TableConfig) -> nn.Parameter:
+    return module.bag_of(table.name).weight

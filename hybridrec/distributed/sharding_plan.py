@@ -9,11 +9,13 @@ from torchrec.distributed.types import ModuleSharder, ShardingEnv
 from hybridrec._compat.default_sharders import set_default_sharders, torchrec_default_sharders
 from hybridrec._compat.torchrec import EmbeddingBagCollectionSharder
 from hybridrec.distributed.plain_sharder import HybridEmbeddingBagCollectionSharder
+from hybridrec.distributed.sequence_sharder import HybridHashEmbeddingCollectionSharder
 from hybridrec.distributed.sharder import HybridHashEmbeddingBagCollectionSharder
 
 __all__ = [
     "HybridEmbeddingBagCollectionSharder",
     "HybridHashEmbeddingBagCollectionSharder",
+    "HybridHashEmbeddingCollectionSharder",
     "get_default_hybrid_sharders",
     "register_default_sharders",
     "unregister_default_sharders",
@@ -23,7 +25,7 @@ __all__ = [
 def get_default_hybrid_sharders(
     host_env: ShardingEnv | None = None, host_memory_bytes: int | None = None
 ) -> list[ModuleSharder[Any]]:
-    """TorchRec's default sharders, with ours for hashed and for plain embedding bag collections.
+    """TorchRec's default sharders, with ours for hashed collections and for plain embedding bag collections.
 
     Args:
         host_env: Environment whose process group is a gloo group of all ranks, for example
@@ -39,6 +41,7 @@ def get_default_hybrid_sharders(
     others = [s for s in torchrec_default_sharders() if not isinstance(s, EmbeddingBagCollectionSharder)]
     return [
         HybridHashEmbeddingBagCollectionSharder(host_env, host_memory_bytes=host_memory_bytes),
+        HybridHashEmbeddingCollectionSharder(host_env, host_memory_bytes=host_memory_bytes),
         HybridEmbeddingBagCollectionSharder(host_env),
         *others,
     ]

@@ -73,6 +73,10 @@ class HashCollection(nn.Module):
         """The tables, resolved."""
         return self._tables
 
+    def is_weighted(self) -> bool:
+        """Whether batches must carry a weight for each id."""
+        return False
+
     def num_rows(self) -> dict[str, int]:
         """Table name -> rows that are alive."""
         return {bag.config.name: bag.num_rows for bag in self._bags()}

@@ -105,6 +105,8 @@ def owner(id_: int, world_size: int) -> int:
 class Oracle:
     """One rank of the oracle: plain tables of the ids it owns, a row for every id that will ever occur."""
 
+    is_pooled = True
+
     def __init__(
         self,
         tables: Sequence[Table],
@@ -133,7 +135,7 @@ class Oracle:
             kernel = make(
                 KernelSpec(
                     tables=(KernelTable(name=table.name, dim=part.dim, num_slots=max(1, len(rows))),),
-                    feature_table=(0,) * len(table.features),
+                    feature_table=(0,) * (len(table.features) if self.is_pooled else 1),
                     optimizer=optimizer,
                     is_weighted=is_weighted,
                     device=device,

@@ -21,16 +21,17 @@ from torchrec.streamable import Pipelineable
 from hybridrec import HybridTrainPipelineSparseDist
 from hybridrec.cache.swap import HostMemorySwapper, StagedSwapper
 from hybridrec.distributed.lookup import PooledLookup
-from hybridrec.distributed.sharded_embedding_bag import ShardedHashEmbeddingBagCollection
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from tests.distributed.oracle import Batch, Oracle
 from tests.distributed.scenario import (
     Model,
     Scenario,
+    SequenceModel,
     build,
     compare_state,
+    dense_of,
     device_rows,
     make_batch,
-    make_dense,
     make_oracle,
     raise_together,
     state_of,
@@ -59,6 +60,14 @@ class PipelineBatch(Pipelineable):  # type: ignore[misc]
 
 
 class PipelinedModel(Model):
+    """``model(batch) -> (loss, output)``."""
+
+    def forward(self, batch: PipelineBatch) -> tuple[Tensor, Tensor]:
+        loss = super().forward(batch.features, batch.labels)
+        return loss, loss.detach()
+
+
+class PipelinedSequenceModel(SequenceModel):
     """``model(batch) -> (loss, output)``."""
 
     def forward(self, batch: PipelineBatch) -> tuple[Tensor, Tensor]:
@@ -96,11 +105,12 @@ def build_pipelined(
     scenario: Scenario,
     batches: list[list[Batch]],
     depth: int,
-    model_class: type[PipelinedModel] = PipelinedModel,
+    model_class: type[Model] | None = None,
     **kwargs: Any,
 ) -> tuple[DistributedModelParallel, HybridTrainPipelineSparseDist]:
     """The user's script, up to the pipeline."""
     slots = {t.name: device_rows(scenario, t, batches, dist.get_world_size()) for t in scenario.tables}
+    model_class = model_class or (PipelinedSequenceModel if scenario.is_sequence else PipelinedModel)
     dmp, optimizer = build(scenario, slots, model_class)
     device = torch.device(scenario.device)
     return dmp, HybridTrainPipelineSparseDist(dmp, optimizer, device, pipe_n_batch=depth, **kwargs)
@@ -108,9 +118,8 @@ def build_pipelined(
 
 def build_oracle(scenario: Scenario) -> tuple[Oracle, torch.optim.Optimizer]:
     """The oracle with a dense part of its own, and that part's optimizer."""
-    width = sum(t.dim * len(t.features) for t in scenario.tables)
     dense = DistributedDataParallel(
-        make_dense(width), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
+        dense_of(scenario), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
     )
     return make_oracle(scenario, dense), torch.optim.Adagrad(dense.parameters(), lr=0.1)
 
@@ -131,9 +140,9 @@ def delays(seed: int, seconds: float = 0.004) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (ShardedHashEmbeddingBagCollection, "input_dist"),
-            (ShardedHashEmbeddingBagCollection, "map_batch"),
-            (ShardedHashEmbeddingBagCollection, "swap_batch"),
+            (ShardedHashCollection, "input_dist"),
+            (ShardedHashCollection, "map_batch"),
+            (ShardedHashCollection, "swap_batch"),
             (HostMemorySwapper, "swap"),
             (StagedSwapper, "swap"),
             (PooledLookup, "compute"),

@@ -23,12 +23,21 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, Uniform, get_default_hybrid_sharders
+from hybridrec import (
+    HashEmbeddingBagCollection,
+    HashEmbeddingBagConfig,
+    HashEmbeddingCollection,
+    HashEmbeddingConfig,
+    HybridHashEmbeddingCollectionSharder,
+    Uniform,
+    get_default_hybrid_sharders,
+)
 from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.torch_kernel import TorchKernel
 from hybridrec.native import unmix64
 from tests.distributed.oracle import Batch, Oracle, Table, parts_of, scenario_loss
+from tests.distributed.sequence_oracle import SequenceOracle
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05}),
@@ -61,6 +70,10 @@ class Scenario:
     ids_per_table: int = 1000
     tables: tuple[Table, ...] = TABLES
     seed: int = 1
+    is_sequence: bool = False
+    """Whether rows are not pooled."""
+    dedups: bool = False
+    """Of sequences: whether an id that a feature repeats travels once."""
     device: str = "cpu"
     """Of the model. On others than the host every table has a `TorchKernel`, and the oracle too then."""
 
@@ -126,10 +139,10 @@ def device_rows(scenario: Scenario, table: Table, batches: Sequence[Sequence[Bat
 class Model(nn.Module):
     """Embeddings and a small dense part."""
 
-    def __init__(self, ebc: nn.Module, width: int) -> None:
+    def __init__(self, ebc: nn.Module, dense: nn.Module) -> None:
         super().__init__()
         self.ebc = ebc
-        self.dense = make_dense(width)
+        self.dense = dense
 
     def forward(self, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
         return scenario_loss(self.dense(self.ebc(features).values()), labels)
@@ -140,33 +153,80 @@ def make_dense(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-def build(
-    scenario: Scenario, slots: dict[str, int], model_class: type[Model] = Model
-) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The user's script: configs, optimizer in backward, planner, sharders, model."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+class SequenceModel(Model):
+    """As `Model`, of rows that are not pooled."""
+
+    def forward(self, features: KeyedJaggedTensor, labels: Tensor) -> Tensor:
+        rows = self.ebc(features)
+        parts = [(rows[name].values(), rows[name].lengths()) for name in self.dense.names]
+        return scenario_loss(self.dense(parts), labels)
+
+
+class SequenceHead(nn.Module):
+    """A small dense part over rows: what an id gives depends on its place in the batch."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        super().__init__()
+        self.names = [name for table in tables for name in table.features]
+        self.layers = make_dense(tables[0].dim)
+
+    def forward(self, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        predictions = [sum_of_samples(self.layers(by_place(rows)), lengths) for rows, lengths in parts]
+        return torch.stack(predictions).sum(0)
+
+
+@torch.fx.wrap
+def by_place(rows: Tensor) -> Tensor:
+    return rows * (1 + 0.125 * torch.arange(len(rows), device=rows.device).unsqueeze(1))
+
+
+@torch.fx.wrap
+def sum_of_samples(values: Tensor, lengths: Tensor) -> Tensor:
+    """[N, 1] -> [B, 1], added in order."""
+    sample = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths, output_size=len(values))
+    return values.new_zeros((len(lengths), 1)).index_add(0, sample, values)
+
+
+def dense_of(scenario: Scenario) -> nn.Module:
+    """The dense part of a scenario's model."""
+    if scenario.is_sequence:
+        return SequenceHead(scenario.tables)
+    return make_dense(sum(t.dim * len(t.features) for t in scenario.tables))
+
+
+def _collection(scenario: Scenario, slots: dict[str, int]) -> nn.Module:
     configs = [
-        HashEmbeddingBagConfig(
+        (HashEmbeddingConfig if scenario.is_sequence else HashEmbeddingBagConfig)(
             name=t.name,
             num_embeddings=scenario.ids_per_table,
             embedding_dim=t.dim,
             feature_names=list(t.features),
-            pooling=PoolingType.MEAN if t.is_mean else PoolingType.SUM,
+            **({} if scenario.is_sequence else {"pooling": PoolingType.MEAN if t.is_mean else PoolingType.SUM}),
             seed=t.seed,
             device_rows=slots[t.name] if scenario.cache != "default" and scenario.kernel != "fused" else None,
             initializer=Uniform(-0.1, 0.1),
         )
         for t in scenario.tables
     ]
-    width = sum(t.dim * len(t.features) for t in scenario.tables)
+    if scenario.is_sequence:
+        return HashEmbeddingCollection(configs, device=scenario.device)
+    return HashEmbeddingBagCollection(configs, is_weighted=scenario.is_weighted, device=scenario.device)
+
+
+def build(
+    scenario: Scenario, slots: dict[str, int], model_class: type[Model] | None = None
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """The user's script: configs, optimizer in backward, planner, sharders, model."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device(scenario.device)
-    model = model_class(HashEmbeddingBagCollection(configs, is_weighted=scenario.is_weighted, device=device), width)
-    model.dense.to(device)
+    model_class = model_class or (SequenceModel if scenario.is_sequence else Model)
+    model = model_class(_collection(scenario, slots), dense_of(scenario).to(device))
     optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
     apply_optimizer_in_backward(optimizer_class, model.ebc.parameters(), dict(kwargs))
-    sharders = get_default_hybrid_sharders(
-        ShardingEnv(world_size=world_size, rank=rank, pg=dist.new_group(backend="gloo"))
-    )
+    host_env = ShardingEnv(world_size=world_size, rank=rank, pg=dist.new_group(backend="gloo"))
+    sharders = get_default_hybrid_sharders(host_env)
+    if scenario.dedups:
+        sharders = [HybridHashEmbeddingCollectionSharder(host_env, use_index_dedup=True)]
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, local_world_size=world_size, compute_device=scenario.device),
         constraints={
@@ -224,7 +284,7 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
         records[slots < 0] = group.read_records(t, np.asarray(rows)[slots < 0])
         found.append(dict(zip(ids, records, strict=True)))
     synchronize()  # a pipeline's own thread does not know that this one has read the slots
-    order = [config.name for config in ebc.embedding_bag_configs()]
+    order = [config.name for config in ebc.table_configs]
     places = [(order.index(part.table.name), part.first_column) for part in ebc.parts]
     return [rows for _, rows in sorted(zip(places, found, strict=True), key=lambda entry: entry[0])]
 
@@ -232,7 +292,7 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
 def make_oracle(scenario: Scenario, dense: nn.Module) -> Oracle:
     """This rank's oracle, with a dense part of its own."""
     optimizer_class, kwargs = OPTIMIZERS[scenario.optimizer]
-    return Oracle(
+    return (SequenceOracle if scenario.is_sequence else Oracle)(
         scenario.tables,
         {t.name: universe(scenario, t) for t in scenario.tables},
         OptimizerSpec.from_class(optimizer_class, dict(kwargs), table="oracle"),
@@ -254,9 +314,8 @@ def run_against_oracle(scenario: Scenario) -> dict[str, object]:
     batches = [[make_batch(scenario, s, r, world_size) for r in range(world_size)] for s in range(scenario.steps)]
     slots = {t.name: device_rows(scenario, t, batches, world_size) for t in scenario.tables}
     dmp, optimizer = build(scenario, slots)
-    width = sum(t.dim * len(t.features) for t in scenario.tables)
     dense = DistributedDataParallel(
-        make_dense(width), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
+        dense_of(scenario), gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True
     )
     dense_optimizer = torch.optim.Adagrad(dense.parameters(), lr=0.1)
     oracle = make_oracle(scenario, dense)

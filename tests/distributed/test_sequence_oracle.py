@@ -1,0 +1,44 @@
+"""G1 for sequences: losses, rows and states are, bit for bit, those of plain unlimited tables, after every step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.oracle import Table
+from tests.distributed.scenario import Scenario, run_against_oracle
+from tests.ranks import RankPool
+
+SEQUENCES = (
+    Table(name="user", dim=8, features=("user",)),
+    Table(name="item", dim=8, features=("clicked", "bought"), seed=3),
+)
+ODD_DIM = (Table(name="item", dim=5, features=("clicked", "bought")), Table(name="word", dim=5, features=("word",)))
+"""Not a multiple of 4: another kernel on the host."""
+
+# (W, cache, optimizer, dedups): every pair of values occurs.
+PLAIN = [
+    (1, "all", "adam", False),
+    (1, "tenth", "sgd", False),
+    (1, "minimum", "rowwise_adagrad", False),
+    (1, "below", "adagrad", False),
+    (2, "all", "sgd", True),
+    (2, "tenth", "adam", True),
+    (2, "minimum", "adagrad", False),
+    (2, "below", "rowwise_adagrad", True),
+    (3, "all", "rowwise_adagrad", False),
+    (3, "tenth", "adagrad", True),
+    (3, "minimum", "sgd", True),
+    (3, "below", "adam", False),
+]
+
+
+@pytest.mark.parametrize(("world_size", "cache", "optimizer", "dedups"), PLAIN)
+def test_plain_loop(pools: dict[int, RankPool], world_size: int, cache: str, optimizer: str, dedups: bool) -> None:
+    scenario = Scenario(
+        is_sequence=True, tables=SEQUENCES, cache=cache, optimizer=optimizer, dedups=dedups, steps=40, batch_size=6
+    )
+    for result in pools[world_size].run(run_against_oracle, scenario):
+        if cache == "below":
+            assert sum(s.oversized for s in result["stats"]) > 0
+        elif cache != "all":
+            assert all(s.write_backs > 0 and s.loads > 0 for s in result["stats"])
