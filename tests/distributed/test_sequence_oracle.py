@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.oracle import Table
+from tests.distributed.pipelines import run_pipeline_against_oracle
 from tests.distributed.scenario import Scenario, run_against_oracle
 from tests.ranks import RankPool
 
@@ -38,6 +39,58 @@ def test_plain_loop(pools: dict[int, RankPool], world_size: int, cache: str, opt
         is_sequence=True, tables=SEQUENCES, cache=cache, optimizer=optimizer, dedups=dedups, steps=40, batch_size=6
     )
     for result in pools[world_size].run(run_against_oracle, scenario):
+        if cache == "below":
+            assert sum(s.oversized for s in result["stats"]) > 0
+        elif cache != "all":
+            assert all(s.write_backs > 0 and s.loads > 0 for s in result["stats"])
+
+
+OWNED = (
+    Table(name="user", dim=8, features=("user",), owners=((8, 1),)),
+    Table(name="item", dim=8, features=("clicked", "bought"), seed=3),
+    Table(name="word", dim=8, features=("word",), owners=((8, 1),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("tables", "world_size", "dedups"), [(OWNED, 2, True), (OWNED, 3, False), (OWNED[:1], 3, True)]
+)
+def test_tables_on_single_ranks(
+    pools: dict[int, RankPool], tables: tuple[Table, ...], world_size: int, dedups: bool
+) -> None:
+    """Table-wise, beside a row-wise table and alone, so that two ranks have no rows."""
+    scenario = Scenario(is_sequence=True, tables=tables, dedups=dedups, steps=25, batch_size=6, ids_per_table=300)
+    for result in pools[world_size].run(run_against_oracle, scenario):
+        assert all(s.victims > 0 for s in result["stats"] if s.rows)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "depth", "cache", "optimizer", "dedups"),
+    [
+        (1, 3, "below", "adam", False),
+        (1, 12, "minimum", "sgd", False),
+        (2, 1, "tenth", "rowwise_adagrad", True),
+        (2, 3, "minimum", "adagrad", False),
+        (2, 12, "below", "adagrad", True),
+        (3, 3, "all", "sgd", True),
+        (3, 12, "tenth", "adam", False),
+    ],
+)
+def test_pipeline(
+    pools: dict[int, RankPool], world_size: int, depth: int, cache: str, optimizer: str, dedups: bool
+) -> None:
+    scenario = Scenario(
+        is_sequence=True,
+        tables=ODD_DIM if cache == "tenth" else SEQUENCES,
+        cache=cache,
+        optimizer=optimizer,
+        dedups=dedups,
+        steps=30,
+        batch_size=5,
+    )
+    for result in pools[world_size].run(run_pipeline_against_oracle, scenario, depth, delay_seed=depth):
+        assert result["asked"] == scenario.steps + 1
+        assert [(c.is_hashed, c.is_prefetched) for c in result["report"].collections] == [(True, True)]
         if cache == "below":
             assert sum(s.oversized for s in result["stats"]) > 0
         elif cache != "all":
