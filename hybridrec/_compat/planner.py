@@ -54,6 +54,9 @@ _CLASSES: tuple[type[HybridRecError], ...] = (
 class Tiers(Protocol):
     """What the planner asks of a hashed table."""
 
+    def of_shard(self, sharding_type: str, dim: int, world_size: int) -> tuple[Tiers, int]:
+        """The same of a shard of so many columns, and the number of ranks that share its rows."""
+
     def accounted(
         self,
         compute_kernel: str,
@@ -68,6 +71,9 @@ class Tiers(Protocol):
 
 class Session(Protocol):
     """One run of a planner."""
+
+    def check(self, module: Any, sharders: Sequence[Any]) -> None:
+        """Refuse constraints that leave a hashed table no option."""
 
     def to_estimate(self, options: Sequence[Any]) -> list[Any]:
         """Those whose estimates `select` needs."""
@@ -121,7 +127,7 @@ def default_capacities(topology: Any) -> bool:
 
 
 def option_batch_rows(option: Any, constraints: Any) -> int:
-    """Ids of one batch that a rank owns of a sharding option's table: as many as it sends, on average."""
+    """Ids of one rank's batch that are of a sharding option's table."""
     batch_sizes = getattr(constraints, "batch_sizes", None) or [option.batch_size] * len(option.input_lengths)
     num_poolings = getattr(constraints, "num_poolings", None) or [1.0] * len(option.input_lengths)
     return _batch_rows(batch_sizes, option.input_lengths, num_poolings)
@@ -134,7 +140,16 @@ def _batch_rows(batch_sizes: Sequence[int], input_lengths: Sequence[float], num_
 def _wrap_storages() -> None:
     estimators = importlib.import_module(f"{_PLANNER}.shard_estimators")
     storage_type = importlib.import_module(f"{_PLANNER}.types").Storage
-    needed = ("tensor", "shard_sizes", "compute_kernel", "compute_device", "world_size", "caching_ratio", "batch_sizes")
+    needed = (
+        "tensor",
+        "sharding_type",
+        "shard_sizes",
+        "compute_kernel",
+        "compute_device",
+        "world_size",
+        "caching_ratio",
+        "batch_sizes",
+    )
     inner = _symbol(f"{_PLANNER}.shard_estimators", "calculate_shard_storages", parameters=needed)
 
     @functools.wraps(inner)
@@ -143,27 +158,33 @@ def _wrap_storages() -> None:
         kwargs["compute_device"] = planner_alias(kwargs["compute_device"])
         if tiers is None:
             return inner(*args, **kwargs)
-        # With a table of one row a rank TorchRec's own figure is inputs, outputs and that row.
-        dim, num_shards = kwargs["tensor"].shape[1], len(kwargs["shard_sizes"])
-        one_row_each = torch.empty((num_shards, dim), device="meta")
-        shard_sizes = [[1, dim]] * num_shards
+        # With a table of one row a shard TorchRec's own figure is inputs, outputs and that row.
+        dims = [size[1] for size in kwargs["shard_sizes"]]
+        num_rows = len(dims) * dims[0] // kwargs["tensor"].shape[1]  # column shards share one
+        one_row_each = torch.empty((max(1, num_rows), kwargs["tensor"].shape[1]), device="meta")
+        shard_sizes = [[1, dim] for dim in dims]
         in_and_out = inner(
             *args, **{**kwargs, "tensor": one_row_each, "shard_sizes": shard_sizes, "compute_kernel": "fused"}
         )
         is_host_memory = kwargs["compute_device"] == HOST.type
-        taken = tiers.accounted(
-            kwargs["compute_kernel"],
-            kwargs["world_size"],
-            kwargs["caching_ratio"],
-            batch_rows=_batch_rows(kwargs["batch_sizes"], kwargs["input_lengths"], kwargs["num_poolings"]),
-            is_host_memory=is_host_memory,
-        )
+        batch_rows = _batch_rows(kwargs["batch_sizes"], kwargs["input_lengths"], kwargs["num_poolings"])
+
+        def rows_of(dim: int) -> Any:
+            shard, num_ranks = tiers.of_shard(kwargs["sharding_type"], dim, kwargs["world_size"])
+            taken = shard.accounted(
+                kwargs["compute_kernel"],
+                num_ranks,
+                kwargs["caching_ratio"],
+                batch_rows=batch_rows * (kwargs["world_size"] // num_ranks),  # of all ranks' batches
+                is_host_memory=is_host_memory,
+            )
+            if is_host_memory:
+                return storage_type(hbm=0, ddr=taken.device + taken.host)
+            return storage_type(hbm=taken.device, ddr=taken.host)
+
         # added, since TorchRec 1.8's storages have a third tier and 1.5's have not
-        if is_host_memory:
-            rows = storage_type(hbm=0, ddr=taken.device + taken.host)
-        else:
-            rows = storage_type(hbm=taken.device, ddr=taken.host)
-        return [storage + rows for storage in in_and_out]
+        by_dim = {dim: rows_of(dim) for dim in set(dims)}
+        return [storage + by_dim[dim] for storage, dim in zip(in_and_out, dims, strict=True)]
 
     setattr(estimators, "calculate_shard_storages", calculate_shard_storages)  # noqa: B010 - a module from importlib
 
@@ -214,6 +235,7 @@ def _wrap_planner(policy: Policy) -> None:
         enumerate_inner, estimate = enumerator.enumerate, enumerator.populate_estimates
 
         def enumerate_and_select(module: Any, sharders: Sequence[Any]) -> list[Any]:
+            session.check(module, sharders)
             enumerator.populate_estimates = lambda options: estimate(session.to_estimate(options))
             try:
                 options = enumerate_inner(module=module, sharders=sharders)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hybridrec.cache.staging import NUM_BUFFERS
 from hybridrec.config import TableConfig
 from hybridrec.distributed.placement import MAX_SLOTS, Placement, ShardPlacement, size_shard
+from hybridrec.distributed.routing import ROW_WISE
 from hybridrec.native import planned_host_bytes
 from hybridrec.native.checks import MAX_ROWS
 from hybridrec.store.row_state_layout import RowStateLayout
@@ -32,10 +33,17 @@ class TableDemand:
 
     table: TableConfig
     layout: RowStateLayout
+    shard_name: str = ""
+    """Of a column shard."""
 
     @property
     def name(self) -> str:
-        return self.table.name
+        return self.shard_name or self.table.name
+
+    def of_shard(self, sharding_type: str, dim: int, world_size: int) -> tuple[TableDemand, int]:
+        """The demand of a shard of so many columns, and the number of ranks that share its rows."""
+        num_ranks = world_size if sharding_type == ROW_WISE else 1
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, dim=dim)), num_ranks
 
     def placed(
         self, compute_kernel: str, world_size: int, load_factor: float | None, batch_rows: int = 0
@@ -81,7 +89,7 @@ class TableDemand:
 
         Args:
             compute_kernel: A value of `Placement`.
-            world_size: W.
+            world_size: Ranks that share the rows.
             load_factor: `CacheParams.load_factor`, or None.
             batch_rows: Ids of one batch that a rank owns, at most as many rows.
             is_host_memory: Whether slots are ordinary host memory, which needs no staging.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import ShardingOption, Storage
 
 from hybridrec.distributed.placement import Placement, ShardPlacement
 from hybridrec.distributed.planner_demand import TableDemand, TierBytes
@@ -27,10 +27,23 @@ class Need:
     demand: TableDemand
     option: ShardingOption
     batch_rows: int
+    storage: Storage
+    """Of the shard: TorchRec's inputs and outputs too."""
+    is_owned: bool
+    """One rank has all rows: more ranks do not make it smaller."""
     accounted: TierBytes
     """Of one rank."""
     is_size_free: bool
     """Nobody gave the cache a size: it is at its smallest."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both tiers."""
+        return self.accounted.device + self.accounted.host
+
+    def num_ranks(self, world_size: int) -> int:
+        """That share the rows."""
+        return 1 if self.is_owned else world_size
 
     @property
     def kernel(self) -> str:
@@ -63,7 +76,13 @@ def describe_refusal(needs: Sequence[Need], room: Room) -> str | None:
     if not lines:
         return None
     ranks = _ranks_that_fit(needs, room)
-    more = f"Or use W >= {ranks:,} ranks" if ranks else "No number of ranks would do"
+    more = (
+        "Or shard tables 'row_wise'"
+        if any(need.is_owned for need in needs)
+        else f"Or use W >= {ranks:,} ranks"
+        if ranks
+        else "No number of ranks would do"
+    )
     return "\n".join(
         [
             f"the hashed tables do not fit {room.world_size} ranks of a {room.device_type!r} topology. Of one rank:",
@@ -178,13 +197,13 @@ def _ranks_that_fit(needs: Sequence[Need], room: Room) -> int | None:
 
 
 def _placed(need: Need, world_size: int) -> ShardPlacement:
-    return need.demand.placed(need.kernel, world_size, need.option.cache_load_factor, need.batch_rows)
+    return need.demand.placed(need.kernel, need.num_ranks(world_size), need.option.cache_load_factor, need.batch_rows)
 
 
 def _accounted(demand: TableDemand, need: Need, room: Room, world_size: int) -> TierBytes:
     return demand.accounted(
         need.kernel,
-        world_size,
+        need.num_ranks(world_size),
         need.option.cache_load_factor,
         batch_rows=need.batch_rows,
         is_host_memory=room.is_host_memory,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from hybridrec._compat.planner import PLANNING_ATTRIBUTE, TIERS_ATTRIBUTE, default_capacities
 from hybridrec.backend import HOST, resolve_backend
@@ -20,6 +20,7 @@ from hybridrec.distributed.placement import Placement, ShardPlacement
 from hybridrec.distributed.planner_demand import TableDemand, TierBytes
 from hybridrec.distributed.planner_policy import PlanningSession
 from hybridrec.distributed.planner_refusal import aligned, human
+from hybridrec.distributed.routing import TablePart, parts_of
 from hybridrec.errors import BackendError, CapacityError, ConfigError
 
 logger = logging.getLogger("hybridrec")
@@ -43,6 +44,8 @@ class PlannedTable:
 
     collection: nn.Module
     demand: TableDemand
+    part: TablePart
+    """The columns, and the rank if only one has them."""
     placed: ShardPlacement
     """Of one rank."""
     taken: TierBytes
@@ -67,11 +70,12 @@ def planned_tables(plan: ShardingPlan, module: nn.Module, sharders: Iterable[Mod
         parameters = sharder.shardable_parameters(collection)
         for name, planned in table_plans.items():
             demand: TableDemand = getattr(parameters[name], TIERS_ATTRIBUTE)
-            cache, world_size = planned.cache_params, _world_size(planned)
-            placed = demand.placed(planned.compute_kernel, world_size, None if cache is None else cache.load_factor)
-            tables.append(
-                PlannedTable(collection=collection, demand=demand, placed=placed, taken=demand.bytes_of(placed))
-            )
+            cache = planned.cache_params
+            for part in parts_of(demand.table, planned, 1 + max(planned.ranks or [0])):
+                shard, num_ranks = demand.of_shard(planned.sharding_type, part.dim, len(planned.ranks or [0]))
+                placed = shard.placed(planned.compute_kernel, num_ranks, None if cache is None else cache.load_factor)
+                taken = shard.bytes_of(placed)
+                tables.append(PlannedTable(collection=collection, demand=shard, part=part, placed=placed, taken=taken))
     return tables
 
 
@@ -97,27 +101,32 @@ def describe_plan(
     """
     tables = planned_tables(plan, module, sharders)
     largest = sorted(tables, key=lambda t: (-t.taken.device - t.taken.host, t.demand.name))[:MAX_LISTED]
-    rows = [("table", "kernel", "device rows", "device", "host rows", "host")]
+    has_owned = any(table.part.owner is not None for table in tables)
+    rows = [("table", "kernel", "device rows", "device", "host rows", "host", "on" if has_owned else "")]
     for table in largest:
         device_rows, all_rows = table.placed.num_slots, table.placed.planned_rows
         rows.append(
             (
-                repr(table.demand.name),
+                repr(table.part.name),
                 table.placed.placement.value,
                 f"{device_rows:,}" + ("+" if _grows(table.placed) else ""),
                 human(table.taken.device),
                 f"{0 if device_rows >= all_rows else all_rows:,}",
                 human(table.taken.host),
+                f"rank {table.part.owner}" if table.part.owner is not None else "all ranks" if has_owned else "",
             )
         )
     if len(tables) > len(largest):
-        rows.append((f"and {len(tables) - len(largest)} more", "", "", "", "", ""))
-    total = _total(tables)
-    rows.append((f"all {len(tables)} hashed tables", "", "", human(total.device), "", human(total.host)))
+        rows.append((f"and {len(tables) - len(largest)} more", "", "", "", "", "", ""))
+    fullest = _fullest_rank(tables)
+    total = _total(_of_rank(tables, fullest))
+    on = f"rank {fullest}, the fullest" if has_owned else ""
+    num_tables = len({id(table.part.table) for table in tables})
+    rows.append((f"all {num_tables} hashed tables", "", "", human(total.device), "", human(total.host), on))
     if topology is not None:
         storage = topology.devices[0].storage
         device = "(host)" if topology.compute_device == HOST.type else human(storage.hbm)
-        rows.append(("capacity by topology", "", "", device, "", human(storage.ddr)))
+        rows.append(("capacity by topology", "", "", device, "", human(storage.ddr), ""))
     lines = ["hashed tables, of one rank:", *aligned(rows)]
     if any(_grows(table.placed) for table in largest):
         lines.append("+ at the start; grows to the rows of the batches in flight, which the plan accounts besides")
@@ -139,7 +148,8 @@ class HybridPlanPolicy:
         """Let the sharders split their host budget as the plan needs it."""
         tables = planned_tables(plan, module, sharders)
         by_collection: dict[nn.Module, int] = {}
-        for table in tables:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for table in _of_rank(tables, rank):
             by_collection[table.collection] = by_collection.get(table.collection, 0) + table.taken.host
         for planning in _plannings(sharders):
             planning.budget.plan(by_collection)
@@ -158,7 +168,9 @@ class HybridPlanPolicy:
             logger.info("%s", describe_plan(plan, module, sharders, topology))
         tables = planned_tables(plan, module, sharders)
         try:
-            problem = machine_problem(tables, [p.budget for p in plannings], topology, dist.get_rank(group))
+            problem = machine_problem(
+                _of_rank(tables, dist.get_rank(group)), [p.budget for p in plannings], topology, dist.get_rank(group)
+            )
         except Exception as e:  # said by all ranks: one that raises alone leaves the others waiting
             problem = f"the memory of this machine cannot be asked ({type(e).__name__}: {e})"
         problems: list[str | None] = [None] * dist.get_world_size(group)
@@ -215,5 +227,15 @@ def _total(tables: Sequence[PlannedTable]) -> TierBytes:
     return TierBytes(device=sum(t.taken.device for t in tables), host=sum(t.taken.host for t in tables))
 
 
-def _world_size(planned: ParameterSharding) -> int:
-    return len(planned.ranks)
+def _of_rank(tables: Sequence[PlannedTable], rank: int) -> list[PlannedTable]:
+    """What a rank holds something of."""
+    return [table for table in tables if table.part.owner in (None, rank)]
+
+
+def _fullest_rank(tables: Sequence[PlannedTable]) -> int:
+    """Of those that own something, the one with most bytes; 0 if none does."""
+    taken: dict[int, int] = {}
+    for table in tables:
+        if table.part.owner is not None:
+            taken[table.part.owner] = taken.get(table.part.owner, 0) + table.taken.device + table.taken.host
+    return max(taken, key=lambda rank: (taken[rank], -rank), default=0)

@@ -16,7 +16,10 @@ from hybridrec.config import TableConfig
 from hybridrec.errors import ConfigError
 from hybridrec.kernels.optimizer import OptimizerSpec
 
-SHARDING_TYPES = (ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value)
+ROW_WISE = ShardingType.ROW_WISE.value
+TABLE_WISE = ShardingType.TABLE_WISE.value
+COLUMN_WISE = ShardingType.COLUMN_WISE.value
+SHARDING_TYPES = (ROW_WISE, TABLE_WISE, COLUMN_WISE)
 """Of hashed tables, in order of preference."""
 _REASONS = {
     ShardingType.DATA_PARALLEL.value: "every rank would hold all rows, and its batches would insert rows that the "
@@ -124,11 +127,15 @@ def check_columns(part: TablePart, optimizer: OptimizerSpec) -> None:
     """
     if part.is_whole or not any(state.is_row_wise for state in optimizer.row_states()):
         return
-    raise ConfigError(
-        f"table {part.table.name!r}: the plan shards it 'column_wise', and optimizer {optimizer.kind!r} keeps one "
-        "value a row, made of the gradients of all its columns, which no rank has then. Shard it 'row_wise' or "
-        "'table_wise', "
-        "or choose an optimizer whose state has a value a column, for example Adagrad."
+    raise no_columns(part.table.name, [state.name for state in optimizer.row_states() if state.is_row_wise])
+
+
+def no_columns(table: str, row_wise_states: Sequence[str]) -> ConfigError:
+    """The refusal of column-wise for an optimizer that needs all columns of a row."""
+    return ConfigError(
+        f"table {table!r}: it cannot be sharded 'column_wise': its optimizer keeps one value a row "
+        f"({', '.join(map(repr, row_wise_states))}), made of the gradients of all columns, which no rank has then. "
+        "Shard it 'row_wise' or 'table_wise', or choose an optimizer with a value a column, for example Adagrad."
     )
 
 
@@ -139,11 +146,11 @@ def parts_of(table: TableConfig, planned: ParameterSharding, world_size: int) ->
         ConfigError: The plan asks for what does not exist, or does not place all columns.
     """
     check_sharding_type(table.name, planned.sharding_type, "the plan shards it")
-    if planned.sharding_type == ShardingType.ROW_WISE.value:
+    if planned.sharding_type == ROW_WISE:
         return [TablePart(table=table, first_column=0, dim=table.embedding_dim, owner=None)]
     ranks = list(planned.ranks or [])
     columns = [(0, table.embedding_dim)]
-    if planned.sharding_type == ShardingType.COLUMN_WISE.value:
+    if planned.sharding_type == COLUMN_WISE:
         spec = planned.sharding_spec
         shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else []
         columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]

@@ -41,7 +41,6 @@ from hybridrec.native.protocol import ShardSpec
 from hybridrec.store.row_state_layout import RowStateLayout
 
 logger = logging.getLogger("hybridrec")
-_SHARDING_TYPES = SHARDING_TYPES[:1]
 install_planner_wraps(HybridPlanPolicy())  # at import, so that a Topology may be made before the sharders are
 
 
@@ -93,14 +92,14 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
             )
         super().__init__(fused_params=dict(fused_params) if fused_params else None)
         self._host_group = check_host_env(host_env)
-        self._sharding_type = _choice("sharding_type", sharding_type, _SHARDING_TYPES)
+        self._sharding_type = _choice("sharding_type", sharding_type, SHARDING_TYPES)
         self._kernel_type = _choice("kernel_type", kernel_type, [placement.value for placement in Placement])
         self._host_budget = HostBudget(host_memory_bytes)
         setattr(self, PLANNING_ATTRIBUTE, SharderPlanning(host_group=self._host_group, budget=self._host_budget))
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Row-wise alone: plans made by hand may name table-wise and column-wise too."""
-        return [self._sharding_type] if self._sharding_type else list(_SHARDING_TYPES)
+        """Row-wise, table-wise and column-wise, on every device; a plan without a constraint takes row-wise."""
+        return [self._sharding_type] if self._sharding_type else list(SHARDING_TYPES)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """The three placements, the same on every device."""

@@ -121,7 +121,7 @@ def test_symbols_that_moved_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         planner_device._show_alias(reservations, "_reserve_dense_storage")
     estimators = importlib.import_module("torchrec.distributed.planner.shard_estimators")
     monkeypatch.setattr(estimators, "calculate_shard_storages", lambda tensor: None)
-    with pytest.raises(BackendError, match=r"calculate_shard_storages has no parameter 'shard_sizes'"):
+    with pytest.raises(BackendError, match=r"calculate_shard_storages has no parameter 'sharding_type', 'shard_sizes'"):
         planner._wrap_storages()
 
 
