@@ -48,7 +48,7 @@ def records_of(dmp: DistributedModelParallel) -> Records:
         keys, _, found, _, _ = lookup.log.group.entries(t)
         ids = scenarios.unmix64(torch.from_numpy(np.ascontiguousarray(keys))).tolist()
         scores[name] = dict(zip(ids, found.tolist(), strict=True))
-    order = [c.name for c in dmp.module.ebc.embedding_bag_configs()]
+    order = [c.name for c in dmp.module.ebc.table_configs]
     parts = sorted(dmp.module.ebc.parts, key=lambda part: (order.index(part.table.name), part.first_column))
     return {
         part.name: {i: (record.tobytes(), scores[part.name][i]) for i, record in table.items()}
