@@ -47,6 +47,7 @@ def agree(
     *,
     is_training: bool = True,
     has_ended: bool = False,
+    aftermath: str = "the batch was undone",
 ) -> Exception | None:
     """Exchange verdicts; collective over the host group.
 
@@ -55,6 +56,7 @@ def agree(
         host_group: gloo group of all ranks; None for a single rank.
         is_training: Whether this rank's batch trains; ranks that differ would wait for each other in the backward.
         has_ended: Whether this rank has no batch of its own any more, and gives an empty one.
+        aftermath: What is true on all ranks when one refused, for the message.
 
     Returns:
         The error to raise, the same text and class on every rank: that of the lowest rank that refused. None if
@@ -106,5 +108,5 @@ def agree(
     length = int.from_bytes(message[_LENGTH:_HEADER_BYTES], "little")
     text = message[_HEADER_BYTES : _HEADER_BYTES + length].decode(errors="replace")
     return _CLASSES[message[_CLASS]](
-        f"{text} (refused by rank {first}; the batch was undone on all {host_group.size()} ranks)"
+        f"{text} (refused by rank {first}; {aftermath} on all {host_group.size()} ranks)"
     )
