@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, Uniform
+from tests.unit.modules.batches import apply_optimizer_in_backward
 
 IDS = torch.unique(torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 2**53 + 1, -(2**62), *range(100, 125)]))
 """int64, ascending: every id that the batches hold."""
