@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from hybridrec._compat.unplanned import REMEDY
-from hybridrec.errors import ConfigError
+from hybridrec.errors import ConfigError, StateError
 
 _META = torch.device("meta")
 _MATERIALISING = frozenset(
     {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
 )
+
+_VALUES = frozenset({"tolist", "numpy", "item", "__array__", "__getitem__", "__setitem__"})
+_WRITES = frozenset({"uniform_", "normal_", "trunc_normal_", "fill_", "zero_", "copy_"})
+"""What would read or write rows, by the names of functions: without an error it would be lost on the meta device."""
 
 
 class NominalParameter(nn.Parameter):
@@ -47,6 +51,9 @@ class NominalParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _MATERIALISING and torch.device(kwargs.get("device") or _META) != _META:
             raise ConfigError(_not_sharded())
+        name = getattr(func, "__name__", "")
+        if name in _VALUES or (name in _WRITES and not _is_copy_of_meta(name, args)):
+            raise StateError(_no_values(name, next(v for v in (*args, *kwargs.values()) if isinstance(v, cls))))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -81,6 +88,19 @@ def nominal_parameter(num_embeddings: int, dim: int, requires_grad: bool = True)
 def conversion_probe(dim: int, like: torch.Tensor) -> NominalParameter:
     """A parameter of no rows where ``like`` is: tells moves (harmless) from ``to_empty`` (refused) before rows move."""
     return NominalParameter(like.new_empty((0, dim)), requires_grad=False)
+
+
+def _no_values(name: str, parameter: torch.Tensor) -> str:
+    return (
+        f"{name} of the parameter of a hashed table: it has the nominal shape {list(parameter.shape)} and holds no "
+        "rows, which have ids and no numbers. Read them with collection.embedding_bags[table].read(ids); what they "
+        "start with is initializer= of the table's config."
+    )
+
+
+def _is_copy_of_meta(name: str, args: Sequence[Any]) -> bool:
+    """A ``state_dict()`` of a hashed collection is loaded: rows come beside this parameter."""
+    return name == "copy_" and len(args) > 1 and getattr(args[1], "device", None) == _META
 
 
 def _not_sharded() -> str:

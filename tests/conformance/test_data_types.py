@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig
+from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, StateError
 from tests.conformance.twins import KEYS, TABLES, batch, dense, hashed, numbered
 
 
@@ -83,8 +84,6 @@ def test_the_collection_has_torchrecs_members() -> None:
     lines = [str(module).replace("Hash", "").splitlines() for module in (mine, reference)]
     assert [line.split("(")[:2] for line in lines[0]] == [line.split("(")[:2] for line in lines[1]]
     assert mine.embedding_bags["user"].weight.shape == (10**12, 4)  # nominal: no memory, no values
-    with pytest.raises(NotImplementedError, match="meta"):
-        mine.embedding_bags["user"].weight.tolist()
 
 
 def test_a_deep_copy_is_a_collection_of_its_own() -> None:
@@ -96,3 +95,22 @@ def test_a_deep_copy_is_a_collection_of_its_own() -> None:
     second.train()(features).values().sum().backward()
     assert torch.equal(second.eval()(features).values(), first.eval()(features).values())
     assert not torch.equal(first(features).values(), before)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: weight.tolist(),
+        lambda weight: weight[3],
+        lambda weight: weight.__setitem__(3, 1.0),
+        lambda weight: nn.init.uniform_(weight),
+        lambda weight: nn.init.xavier_uniform_(weight),
+        lambda weight: weight.copy_(torch.zeros(4)),
+    ],
+)
+def test_rows_are_neither_read_nor_written_through_the_nominal_weight(use: Callable[[Tensor], object]) -> None:
+    """TorchRec's weight is a matrix of rows; ours would lose the write, or allocate the nominal shape."""
+    collection = hashed()
+    with torch.no_grad(), pytest.raises(StateError, match=r"holds no rows.*embedding_bags\[table\]\.read\(ids\)"):
+        use(collection.embedding_bags["user"].weight)
+    assert collection.load_state_dict(hashed().state_dict()).missing_keys == []
