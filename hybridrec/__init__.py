@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridrec.config import HashEmbeddingBagConfig, HashEmbeddingConfig
+    from hybridrec.distributed.accumulation import accumulate_gradients
     from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
     from hybridrec.distributed.planner_report import describe_plan
     from hybridrec.distributed.sharding_plan import (
@@ -50,6 +51,7 @@ __all__ = [
     "TableStats",
     "Uniform",
     "__version__",
+    "accumulate_gradients",
     "describe_plan",
     "get_default_hybrid_sharders",
     "register_default_sharders",
@@ -58,6 +60,7 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "hybridrec.config": ("HashEmbeddingBagConfig", "HashEmbeddingConfig"),
+    "hybridrec.distributed.accumulation": ("accumulate_gradients",),
     "hybridrec.distributed.planner_report": ("describe_plan",),
     "hybridrec.distributed.hybrid_train_pipeline": ("HybridTrainPipelineSparseDist",),
     "hybridrec.distributed.sharding_plan": (

@@ -61,6 +61,8 @@ class BatchTransaction:
         self._state = TransactionState.PLANNED
         self.last_use: tuple[int, Any] | None = None
         """(its number, the event behind it) of the device's last use of the batch's slots."""
+        self.ends_step = True
+        """Whether it is the last batch of its step; only where gradients are accumulated are there others."""
         self.plan = plan
         self.slots_N = slots_N
         """int64 [N], host memory: the slot of every id; of a batch that is aside, its row's number within the table."""
@@ -159,7 +161,7 @@ class TransactionLog:
         self.group = group
         self.swapper = swapper
         self.committed = 0
-        """Training batches whose rows were updated, since construction."""
+        """Steps of the rows, since construction: one a batch, or one a group of accumulated gradients."""
         self.broken = ""
         """Why rows are neither as before nor as after a batch; nothing may be planned or undone then."""
         self.lock = threading.RLock()
@@ -235,7 +237,7 @@ class TransactionLog:
 
     def post_commit(self, transaction: BatchTransaction) -> None:
         """For `BatchTransaction.commit`."""
-        self.committed += 1
+        self.committed += transaction.ends_step
         self._posted.append(transaction)
         self._open.discard(transaction)
         if self.lock.acquire(blocking=False):

@@ -49,6 +49,11 @@ def verified(model: nn.Module, *, steps: int | None = None) -> Iterator[Verifica
             f"verified: a collection of {type(model).__name__} is compared already, by a verified() that is still "
             "open. Leave that one first, or use its result."
         )
+    if any(module.lookup.gradients.is_on for module in modules):
+        raise StateError(
+            f"verified: {type(model).__name__} accumulates gradients, and is compared after every batch. Turn it off: "
+            "accumulate_gradients(model, False), or a pipeline with accumulation_steps=1."
+        )
     result = Verification()
     shadows = [ShadowCollection(module, result, steps) for module in modules]
     try:

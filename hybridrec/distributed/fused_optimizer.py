@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer
 
 from hybridrec._compat.torchrec import FusedOptimizer
+from hybridrec.distributed.gradient_group import GradientGroup
 from hybridrec.errors import ConfigError
 from hybridrec.kernels.base import LookupKernel
 
@@ -56,3 +58,21 @@ class HashFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
                     "can change while training; give the others to apply_optimizer_in_backward."
                 )
         self._kernel.learning_rate = learning_rate
+
+
+class HashCollectionOptimizer(CombinedOptimizer):  # type: ignore[misc]
+    """The optimizers of all kernels of one collection; and where gradients are accumulated, what steps the rows."""
+
+    def __init__(self, optimizers: Sequence[HashFusedOptimizer], gradients: GradientGroup) -> None:
+        self._gradients = gradients
+        super().__init__([("", optimizer) for optimizer in optimizers])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Hand the learning rates on, and drop accumulated gradients that were not stepped."""
+        super().zero_grad(set_to_none)
+        self._gradients.drop()
+
+    def step(self, closure: Any = None) -> None:
+        """Hand the learning rates on, then step rows with the accumulated gradients, if there are any."""
+        super().step(closure)
+        self._gradients.step()

@@ -29,6 +29,7 @@ from hybridrec.distributed.model_calls import Inputs, ModelCalls
 from hybridrec.distributed.pipeline_clock import PipelineClock
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.stages import HostStages, stage
+from hybridrec.distributed.step_group import StepGroup
 from hybridrec.distributed.watchdog import DEAD_SECONDS, watch_of
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import PipelineReport, PipelineStats
@@ -68,6 +69,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         inputs: Inputs | None = None,
         strict: bool = False,
         dead_rank_seconds: float | None = DEAD_SECONDS,
+        accumulation_steps: int = 1,
     ) -> None:
         """
         Args:
@@ -90,6 +92,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             strict: Whether `progress` raises for such a collection.
             dead_rank_seconds: How long a rank may be silent while this one waits for it, before it counts as dead, 10
                 or more; None: for ever, as under a debugger that stops a process.
+            accumulation_steps: N: one step, of rows too, for N batches; what waits when the iterator ends is stepped.
 
         Raises:
             ConfigError: An argument cannot be honoured, or the model's host group is not its own.
@@ -135,6 +138,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 "below which a rank that is only busy would count as dead, or None."
             )
         self._dead_rank_seconds = dead_rank_seconds
+        self._group = StepGroup(accumulation_steps, depth=pipe_n_batch, max_open=MAX_DEPTH)
         self._use(model)
         self._stages: HostStages | None = None
         self._sources: list[Source] = []
@@ -226,7 +230,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             batches_taken=self._num_taken,
             batches_committed=self._num_committed,
             batches_dropped=self._num_dropped,
-            batches_in_flight=sum(not b.is_end for source in self._sources for b in source.queue),
+            batches_in_flight=sum(not b.is_end for source in self._sources for b in source.queue)
+            + self._group.num_taken,
             stage_seconds=self._clock.stage_seconds(),
             stall_seconds=self._clock.stall_seconds(),
             load_bytes=sum(table.load_bytes for table in tables) - self._bytes_before[0],
@@ -248,6 +253,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         """Drop the batches in flight, and count them: what remains is the state after the committed ones."""
         self._failure = None
         self.withdraw()
+        self._num_dropped += self._group.drop(self._optimizer)
         for source in self._sources:
             self._drop(source)
         self._sources.clear()
@@ -266,7 +272,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
     def attach(self, model: nn.Module | None = None, sparse_dist: bool = True) -> None:
         """Take the model, or another one with the same collections, for the next `progress`."""
         if model is not None and model is not self._model:
-            if any(source.queue for source in self._sources):
+            if self._group.num_batches or any(source.queue for source in self._sources):
                 raise StateError(
                     "attach(model): batches of the model before are in flight. Let progress() drain them, or reset()."
                 )
@@ -286,6 +292,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             self._watch.give_up_after(self._dead_rank_seconds)
             self._watch.abort_also(self._groups.device)
         self._end_of_data.has_met = False
+        self._group.use(model, self._hashed)
+        self._frozen: list[tuple[bool, ...]] = [module.frozen_tables for module in self._hashed]
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(
@@ -321,8 +329,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 f"progress() got a {type(iterator).__name__}, which is no iterator. Pass iter(loader), made once "
                 "before the loop: a new one at every call would begin anew."
             )
-        if self._thread.claim(self):
-            self.withdraw()
+        before, self._frozen = self._frozen, [module.frozen_tables for module in self._hashed]
+        if self._thread.claim(self) or self._frozen != before:
+            self.withdraw()  # what was mapped before the user froze a table, or let it train, is mapped anew
         is_training = self._model.training and torch.is_grad_enabled()
         mode = Mode(
             is_training=is_training,
@@ -445,6 +454,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         """`progress` says that the source ended: after that its iterator is asked again."""
         source.is_exhausted = source.has_ended = False
         source.num_steps = 0
+        if source.mode.is_training and self._group.num_batches:
+            self._step_group()
 
     def _copy(self, batch: InFlightBatch) -> None:
         """COPY: the batch to the device, without waiting where its memory is pinned."""
@@ -465,7 +476,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         host_group = None if self._groups is None else self._groups.host
         self._stages = HostStages(self._calls.hashed, self._thread, self._backend, self._device, host_group)
         for call in self._calls.hashed:
-            call.module.lookup.batches_in_flight = self._depth
+            call.module.lookup.batches_in_flight = self._group.num_open
 
     # ---- one batch's step ----------------------------------------------------------------------------------------
 
@@ -487,7 +498,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
                 f"the ids of batch {batch.index} were written over after the iterator gave them, while they were on "
                 "their way to other ranks. Let the loader give tensors that it does not use again, or choose depth 1."
             )
-        if batch.mode.is_training:
+        if batch.mode.is_training and not self._group.num_batches:
             self._optimizer.zero_grad()
         if self._memcpy_stream is not None:
             current = self._backend.current_stream(self._device)
@@ -497,6 +508,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         if next_batch is not None:
             self._calls.start_plain(next_batch)
         batch.move_to(BatchState.COMPUTING)
+        if batch.mode.is_training:
+            self._group.add(is_end=batch.is_end)
         self._updates_before = self._num_updates()
         self.computing = batch
         try:
@@ -512,9 +525,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         if batch.mode.is_training:
             with stage(batch, "backward", self._watch):
                 self._backward(losses)
-            with stage(batch, "optimizer", self._watch):
-                self._optimizer_step()
-            self._num_committed += 1
+            if self._group.is_full:
+                with stage(batch, "optimizer", self._watch):
+                    self._step_group()
         return (output, losses) if self._return_loss else output
 
     def _num_updates(self) -> int:
@@ -523,6 +536,11 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
 
     def _backward(self, losses: Tensor) -> None:
         torch.sum(losses, dim=0).backward()
+
+    def _step_group(self) -> None:
+        self._group.step(self._optimizer_step)
+        self._num_committed += self._group.num_batches
+        self._group.clear()
 
     def _optimizer_step(self) -> None:
         self._optimizer.step()
@@ -540,9 +558,10 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         assert self._stages is not None
         is_trained = batch.state is BatchState.COMPUTING and self._num_updates() > self._updates_before
         if is_trained:
-            self._num_committed += 1
+            self._num_committed += self._group.num_batches
+            self._group.clear()
             error.add_note(f"Batch {batch.index} counts as committed: rows were stepped before this happened.")
-        else:
+        elif batch.state is not BatchState.COMPUTING or not batch.mode.is_training:
             self._num_dropped += not batch.is_end
         source.queue.popleft()
         source.num_steps += 1
@@ -553,6 +572,8 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             # The other ranks may know of nothing, and wait for this one in a collective: nothing collective here.
             self._failure = error
         self._stages.release(batch)
+        if batch.state is BatchState.COMPUTING and batch.mode.is_training:
+            self._num_dropped += self._group.drop(self._optimizer)
         batch.move_to(BatchState.DROPPED)
 
     def _require_whole(self) -> None:

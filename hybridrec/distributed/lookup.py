@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,20 @@ from torch.autograd.function import once_differentiable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec._compat.grad_scaler import refuse_scaled_losses
-from hybridrec.backend import HOST, DeviceBackend
+from hybridrec.backend import DeviceBackend
 from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSwapper, TransactionLog
+from hybridrec.distributed.frozen_tables import FrozenPart, frozen_of, split_frozen
+from hybridrec.distributed.gradient_group import SECOND_BACKWARD, GradientGroup
+from hybridrec.distributed.mapped_batch import KernelInput as KernelInput
+from hybridrec.distributed.mapped_batch import MappedBatch as MappedBatch
+from hybridrec.distributed.mapped_batch import offsets_of_features
 from hybridrec.distributed.oversized import Occurrences, PassLookup
 from hybridrec.distributed.placement import Placement
 from hybridrec.distributed.refusal import refusal_error
 from hybridrec.distributed.row_reader import RowReader
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.shard_watch import ShardWatch
+from hybridrec.distributed.slot_parameter import SlotParameter, slot_parameter
 from hybridrec.errors import CapacityError, HybridRecError, StateError
 from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
 from hybridrec.kernels.factory import make_kernel
@@ -38,36 +43,6 @@ logger = logging.getLogger("hybridrec")
 
 MAX_CORE_THREADS = 8
 """Threads of the native core: as many as torch has, but no more. They change no result."""
-
-
-class KernelInput(NamedTuple):
-    """What one kernel looks up, where its slots are."""
-
-    slots_N: Tensor
-    """int64 [N]"""
-    offsets: Tensor
-    """int64 [F * bags + 1]"""
-    weights_N: Tensor | None
-    """float32 [N]"""
-
-
-@dataclass(kw_only=True)
-class MappedBatch:
-    """A batch after MAP. Training batches have a transaction; a batch that only reads has none."""
-
-    transaction: BatchTransaction | None
-    lease: Lease | None
-    """Of the transaction: when this value and the autograd node are gone without a commit, the batch is abandoned."""
-    keys: KeyedJaggedTensor
-    feature_offsets: Tensor
-    """int64 [F + 1], host memory: where each feature starts among the ids."""
-    inputs: list[KernelInput] | None = None
-    """One a kernel; from SWAP on."""
-    ready: Any = None
-    """Event behind the rows' and the inputs' arrival; None: they are there."""
-    is_swapped: bool = False
-    oversized_table: int = -1
-    """Whose slots do not hold the batch's rows, so that it goes in passes; -1: it has slots."""
 
 
 class PooledLookup(nn.Module):
@@ -119,7 +94,10 @@ class PooledLookup(nn.Module):
             num_threads=min(torch.get_num_threads(), MAX_CORE_THREADS),
         )
         self._num_slots = [table.placed.num_slots for table in self._tables]
-        self._params = [nn.Parameter(self._slot_arrays(t).weights) for t in range(len(self._tables))]
+        self._params = [
+            slot_parameter(self._slot_arrays(t).weights, table.name, is_frozen=table.is_frozen)
+            for t, table in enumerate(self._tables)
+        ]
         if backend.is_host_memory:
             swapper: HostMemorySwapper | StagedSwapper = HostMemorySwapper(self._group)
         else:
@@ -128,6 +106,8 @@ class PooledLookup(nn.Module):
         self.log = TransactionLog(self._group, swapper)
         for t in range(len(self._tables)):
             self._publish_slots(t)
+        self.gradients = GradientGroup(self)
+        """Of batches whose rows are not stepped yet."""
         self._passes = PassLookup(self._kernels, self._place_of_table, self.log, backend, device)
         self._reader = RowReader(self._kernels, self._place_of_table, self.log, backend, device)
         if not backend.is_host_memory:  # what made the slots is still on its way
@@ -156,6 +136,11 @@ class PooledLookup(nn.Module):
         return sum(self._kernel_dims)
 
     @property
+    def passes(self) -> PassLookup:
+        """How batches without slots are computed."""
+        return self._passes
+
+    @property
     def kernels(self) -> list[LookupKernel]:
         return self._kernels
 
@@ -170,7 +155,7 @@ class PooledLookup(nn.Module):
         return [table.name for table in self._tables]
 
     @property
-    def slot_parameters(self) -> list[nn.Parameter]:
+    def slot_parameters(self) -> list[SlotParameter]:
         """[T] x float32 [C, D]: views of the slots, for those who list a model's parameters."""
         return self._params
 
@@ -192,14 +177,34 @@ class PooledLookup(nn.Module):
         Returns:
             The mapped batch, or the refusal as an error that nobody raised yet; nothing changed then.
         """
-        self._require_whole()
-        feature_offsets = _feature_offsets(keys)
+        self.require_whole()
+        feature_offsets = offsets_of_features(keys)
+        frozen_T = self.frozen_tables()
         if not is_training:
             return MappedBatch(transaction=None, lease=None, keys=keys, feature_offsets=feature_offsets)
+        if not any(frozen_T):
+            return self._map_training(keys, feature_offsets, may_wait)
+        dims_F = torch.tensor([self._tables[t].layout.dim for t in self._feature_table.tolist()])
+        is_frozen_F = torch.tensor(frozen_T)[self._feature_table]
+        trained, read, is_frozen_N = split_frozen(keys, is_frozen_F)
+        mapped = self._map_training(trained, offsets_of_features(trained), may_wait)
+        if isinstance(mapped, MappedBatch):
+            frozen = MappedBatch(transaction=None, lease=None, keys=read, feature_offsets=offsets_of_features(read))
+            is_frozen = is_frozen_F.repeat_interleave(dims_F) if self.is_pooled else is_frozen_N
+            mapped.frozen = FrozenPart(batch=frozen, is_frozen=is_frozen)
+        return mapped
+
+    def frozen_tables(self) -> tuple[bool, ...]:
+        """[T]: which tables do not train now; see `frozen_tables.frozen_of`."""
+        return frozen_of(self._params, self._tables)
+
+    def _map_training(
+        self, keys: KeyedJaggedTensor, feature_offsets: Tensor, may_wait: Callable[[], bool] | None
+    ) -> MappedBatch | HybridRecError:
         self._watch.warn()
         slots_N = torch.empty_like(keys.values())
         while True:
-            self._require_whole()  # an update may have failed while this waited for its pins
+            self.require_whole()  # an update may have failed while this waited for its pins
             seen = self.log.num_releases
             self.log.settle()
             if self.log.is_any_aside and may_wait is not None and self.log.wait_for_release(seen, may_wait):
@@ -253,8 +258,17 @@ class PooledLookup(nn.Module):
             self._move_rows(batch.transaction)
             if not batch.transaction.is_aside:
                 batch.inputs = self._kernel_inputs(batch, batch.transaction.slots_N, self.log.swapper.upload)
+            if batch.frozen is not None:
+                self._read_frozen(batch.frozen)
         batch.ready = self.log.swapper.ready()
         batch.is_swapped = True
+
+    def _read_frozen(self, frozen: FrozenPart) -> None:
+        """Look up what does not train, while no batch is planned and not moved. It is the same until it trains."""
+        frozen.output = self._read(frozen.batch)
+        frozen.is_frozen = frozen.is_frozen.to(self._device)
+        if not self._backend.is_host_memory:
+            frozen.ready = self._backend.record_event(self._backend.current_stream(self._device))
 
     def _move_rows(self, transaction: BatchTransaction) -> None:
         try:
@@ -285,7 +299,7 @@ class PooledLookup(nn.Module):
 
     def export_rows(self, table: str, *, above_score: int = 0, chunk_rows: int | None = None) -> RowExport:
         """This rank's committed rows of a table as they are now; see `export_shard`. Flushes first."""
-        self._require_whole()
+        self.require_whole()
         self.flush()
         t = self.table_names.index(table)
         layout = self._tables[t].layout
@@ -309,7 +323,7 @@ class PooledLookup(nn.Module):
 
     def require_idle(self) -> None:
         """Raise `StateError` if a batch is in flight, or some rows are as before a batch and some are not."""
-        self._require_whole()
+        self.require_whole()
         self.log.settle()
         if self.log.num_open:
             raise StateError(
@@ -367,7 +381,7 @@ class PooledLookup(nn.Module):
             part, kept = kernel.forward(*kernel_input)
             pooled.append(part)
             saved.append(kept)
-        self._mark_use(batch.transaction)
+        self.mark_use(batch.transaction)
         return self._joined(pooled, batch), saved
 
     def update(self, batch: MappedBatch, saved: Any, grad: Tensor) -> None:
@@ -375,6 +389,11 @@ class PooledLookup(nn.Module):
         assert batch.transaction is not None
         step = self.log.committed + 1
         grads = self.split(batch, grad)
+        if self.gradients.is_on:
+            self.gradients.add(batch, grads)
+            if batch.transaction.is_aside:
+                self._num_oversized[batch.oversized_table] += 1
+            return
         if batch.transaction.is_aside:
             self.log.flush()  # of batches that were trained since the forward
         try:
@@ -389,19 +408,24 @@ class PooledLookup(nn.Module):
                 f"the update of batch {batch.transaction.ordinal} failed half-way: {type(e).__name__}: {e}"
             )
             raise
-        self._mark_use(batch.transaction)
+        self.mark_use(batch.transaction)
         batch.transaction.commit()
 
-    def _mark_use(self, transaction: BatchTransaction) -> None:
+    def mark_use(self, transaction: BatchTransaction) -> None:
+        """The device was given work that uses a batch's slots."""
         if not self._backend.is_host_memory:
             transaction.used(self._backend.record_event(self._backend.current_stream(self._device)))
 
     def _read(self, batch: MappedBatch) -> Tensor:
-        """Look rows up without a trace."""
+        """Look rows up without a trace. Reads on several streams are ordered by the fence."""
         self.log.settle()
+        if self.log.fence is not None:
+            self._backend.current_stream(self._device).wait_event(self.log.fence)
         index_N, readers = self._reader.read(batch.keys.values(), batch.feature_offsets, self._feature_table)
         inputs = self._kernel_inputs(batch, index_N, self._reader.copies.upload)
         pooled = [reader.forward(*one)[0] for reader, one in zip(readers, inputs, strict=True)]
+        if not self._backend.is_host_memory:
+            self.log.read_until(self._backend.record_event(self._backend.current_stream(self._device)))
         return self._joined(pooled, batch)
 
     def _joined(self, parts: Sequence[Tensor], batch: MappedBatch) -> Tensor:
@@ -515,7 +539,8 @@ class PooledLookup(nn.Module):
                 self._publish_slots(t)
         return True
 
-    def _require_whole(self) -> None:
+    def require_whole(self) -> None:
+        """Raise `StateError` if an update of rows has failed half-way."""
         if self.log.broken:
             raise StateError(
                 f"rank {self._rank} of {self._world_size}: {self.log.broken}. Some rows are as before and some are "
@@ -550,23 +575,21 @@ class _PooledLookup(torch.autograd.Function):
         ctx.lookup, ctx.transaction = lookup, batch.transaction
         pooled, saved = lookup.compute(batch)
         ctx.pending = batch, saved  # the batch brings its lease along
-        return pooled
+        if batch.frozen is None:
+            return pooled
+        lookup.use(batch.frozen.tensors, batch.frozen.ready)
+        return batch.frozen.merge(pooled, is_pooled=lookup.is_pooled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ctx.transaction.require_computing()
-        ctx.lookup._require_whole()
+        ctx.lookup.require_whole()
+        if ctx.pending is None:
+            raise StateError(SECOND_BACKWARD)
         batch, saved = ctx.pending
         ctx.pending = None  # a loss that is kept keeps no batch
+        if batch.frozen is not None:
+            grad = batch.frozen.trained_part(grad, is_pooled=ctx.lookup.is_pooled)
         ctx.lookup.update(batch, saved, grad)
         return None, None, None
-
-
-def _feature_offsets(keys: KeyedJaggedTensor) -> Tensor:
-    """int64 [F + 1]: where each feature starts among the ids."""
-    offsets = keys.offsets()
-    if keys.stride() == 0:
-        return torch.zeros(len(keys.keys()) + 1, dtype=torch.int64)
-    feature_offsets: Tensor = offsets[:: keys.stride()].to(dtype=torch.int64, device=HOST)
-    return feature_offsets.contiguous()

@@ -128,7 +128,8 @@ class PassLookup:
         self._num_forwards += 1
         pooled, sizes, loaded = [], [], list[_Loaded | None]()
         for k, one in enumerate(occurrences):
-            sizes.append(self._make_room(k, transaction, one))
+            assert transaction.unique_counts is not None
+            sizes.append(self._make_room(k, transaction.unique_counts[self._tables_of_kernel[k]], one))
             if sizes[k].is_one_pass:
                 part, pending = self._forward_in_one(k, transaction, one)
                 loaded.append(_Loaded(self._num_forwards, self._log.committed, pending))
@@ -159,15 +160,37 @@ class PassLookup:
                     self._store(k, t, transient.slot_arrays(t), rows, slots)
                 continue
             transient.learning_rate = saved.learning_rates[k]
-            self._backward(k, transient, transaction, one, saved.sizes[k], grads[k], step)
+            self._backward(k, transient, self._rows(k, transaction), one, saved.sizes[k], grads[k], step)
+
+    def step_rows(
+        self,
+        k: int,
+        where: Sequence[tuple[NDArray[np.uint32], NDArray[np.int64]]],
+        occurrences: Occurrences,
+        grad: Tensor,
+        *,
+        step: int,
+    ) -> None:
+        """Step rows of one kernel once, wherever they are, at its learning rate.
+
+        Args:
+            k: Index of the kernel.
+            where: (rows, slots or -1) of the distinct rows of every table.
+            occurrences: With numbers among these.
+            grad: Like the output of the kernel.
+            step: Of the optimizer.
+        """
+        sizes = self._make_room(k, torch.tensor([len(rows) for rows, _ in where]), occurrences)
+        transient = self._transient[k]
+        assert transient is not None
+        transient.learning_rate = self._kernels[k].learning_rate
+        self._backward(k, transient, where, occurrences, sizes, grad, step)
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
-    def _make_room(self, k: int, transaction: BatchTransaction, occurrences: Occurrences) -> _Sizes:
+    def _make_room(self, k: int, unique_T: Tensor, occurrences: Occurrences) -> _Sizes:
         """Transient slots for a batch; more than before only if one of its samples needs them."""
-        assert transaction.unique_counts is not None
         tables, kernel = self._tables_of_kernel[k], self._kernels[k]
-        unique_T = transaction.unique_counts[tables]
         longest_T = _ids_per_sample(kernel, occurrences).amax(1) if occurrences.index_N.numel() else unique_T
         share = self.transient_bytes // self._num_tables
         room_T = torch.tensor(
@@ -197,7 +220,7 @@ class PassLookup:
         num_bags = (occurrences.offsets.shape[0] - 1) // len(kernel.spec.feature_table)
         num_outputs = num_bags if kernel.spec.is_pooled else occurrences.index_N.shape[0]
         output = torch.zeros((num_outputs, kernel.spec.total_dim), device=self._device)
-        table_N = _table_of_occurrence(kernel, occurrences)
+        table_N = table_of_occurrence(kernel, occurrences)
         rows_of_table = [rows for rows, _ in self._rows(k, transaction)]
         base_T = torch.tensor([0, *itertools.accumulate(sizes.unique_T.tolist())])
         for first, last in _samples_that_fit(_ids_per_sample(kernel, occurrences), sizes.room_T):
@@ -225,14 +248,13 @@ class PassLookup:
         self,
         k: int,
         transient: LookupKernel,
-        transaction: BatchTransaction,
+        where: Sequence[tuple[NDArray[np.uint32], NDArray[np.int64]]],
         occurrences: Occurrences,
         sizes: _Sizes,
         grad: Tensor,
         step: int,
     ) -> None:
-        where = self._rows(k, transaction)
-        room_N = sizes.room_T[_table_of_occurrence(self._kernels[k], occurrences)]
+        room_N = sizes.room_T[table_of_occurrence(self._kernels[k], occurrences)]
         pass_N = occurrences.index_N // room_N
         place_N = occurrences.index_N - pass_N * room_N
         for p in range(sizes.num_passes):
@@ -315,7 +337,7 @@ def _columns(arrays: SlotArrays) -> Iterator[tuple[Tensor, slice]]:
         column += width
 
 
-def _table_of_occurrence(kernel: LookupKernel, occurrences: Occurrences) -> Tensor:
+def table_of_occurrence(kernel: LookupKernel, occurrences: Occurrences) -> Tensor:
     """int64 [N]: index of the table within the kernel."""
     features = torch.tensor(kernel.spec.feature_table)
     num_bags = (occurrences.offsets.shape[0] - 1) // features.shape[0]

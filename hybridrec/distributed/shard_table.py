@@ -19,6 +19,8 @@ class ShardTable:
     placed: ShardPlacement
     layout: RowStateLayout
     optimizer: OptimizerSpec
+    is_frozen: bool = False
+    """Whether ``requires_grad`` is False when it is sharded."""
     num_features: int
     """Features that look it up."""
     kernel: str

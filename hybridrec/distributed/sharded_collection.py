@@ -5,6 +5,7 @@ Between ids and rows everything is the same: DIST and its check, MAP and the ran
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -19,7 +20,7 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingPlan,
 )
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
@@ -35,7 +36,7 @@ from hybridrec.config import TableConfig
 from hybridrec.distributed.batch_contents import check_without_samples
 from hybridrec.distributed.exchange_check import CheckedSplits
 from hybridrec.distributed.from_plan import shard_from_plan
-from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
+from hybridrec.distributed.fused_optimizer import HashCollectionOptimizer, HashFusedOptimizer
 from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
@@ -218,8 +219,6 @@ class ShardedHashCollection(
         lookup = self._lookups[0]
         if error is None:
             try:
-                if ctx.is_training:
-                    self._check_not_frozen()
                 result = lookup.map(self._received(ctx, dist_input), is_training=ctx.is_training, may_wait=may_wait)
                 if isinstance(result, MappedBatch):
                     mapped = result
@@ -227,7 +226,7 @@ class ShardedHashCollection(
                     error = result
             except Exception as e:  # travels to the other ranks, then is raised below
                 error = e
-        agreed = agree(error, self._host_group, is_training=ctx.is_training, has_ended=ctx.has_ended)
+        agreed = agree(error, self._host_group, mode=self._mode(ctx), has_ended=ctx.has_ended)
         if agreed is not None:
             if mapped is not None and mapped.transaction is not None:
                 mapped.transaction.undo()
@@ -252,22 +251,26 @@ class ShardedHashCollection(
 
     def release_batch(self, ctx: HashBatchContext) -> None:
         """The batch is over: what was not trained by a backward is undone."""
-        transaction = None if ctx.mapped is None else ctx.mapped.transaction
+        if ctx.mapped is None or ctx.mapped.waits_for_step:
+            return
+        transaction = ctx.mapped.transaction
         if transaction is not None and not transaction.is_final:
             transaction.undo()
 
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
-    def _check_not_frozen(self) -> None:
-        if all(parameter.requires_grad for parameter in self._lookups[0].slot_parameters):
-            return
-        for name, parameter in self.get_submodule(self.TABLES_NAME).named_parameters():
-            if not parameter.requires_grad:
-                raise StateError(
-                    f"table {name.partition('.')[0]!r}: requires_grad is False. A hashed table cannot be frozen in "
-                    "this version; call eval() on the collection, whose forward then only reads, or set it to True."
-                )
+    @property
+    def frozen_tables(self) -> tuple[bool, ...]:
+        """[T], in the order of the lookup: which tables do not train, as ``requires_grad`` of their parameters says."""
+        return tuple(not parameter.requires_grad for parameter in self._lookups[0].slot_parameters)
+
+    def _mode(self, ctx: HashBatchContext) -> int:
+        """What the ranks compare: 0 reads, else it trains, and says which of the tables that all have a part of."""
+        if not ctx.is_training:
+            return 0
+        frozen = (f for part, f in zip(self.parts, self.frozen_tables, strict=True) if part.owner is None)
+        return 1 + zlib.crc32(bytes(frozen)) % 255
 
     def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
         """MAP and SWAP unless they happened, then COMPUTE: what the lookup gives for all ranks' batches."""
@@ -412,8 +415,8 @@ class ShardedHashCollection(
         optimizers = []
         for k, kernel in enumerate(lookup.kernels):
             params = {names[t]: lookup.slot_parameters[t] for t in lookup.kernel_tables(k)}
-            optimizers.append(("", HashFusedOptimizer(kernel, params)))
-        self._optimizer = CombinedOptimizer(optimizers)
+            optimizers.append(HashFusedOptimizer(kernel, params))
+        self._optimizer = HashCollectionOptimizer(optimizers, lookup.gradients)
 
 
 class _Slots(nn.Module):

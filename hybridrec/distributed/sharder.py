@@ -52,6 +52,7 @@ class _PlannedPart:
     plan: ParameterSharding
     optimizer: OptimizerSpec
     kernel: KernelChoice
+    is_frozen: bool
 
 
 class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: ignore[misc]
@@ -197,7 +198,15 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
             for part in parts_of(table, params[table.name], env.world_size):
                 check_columns(part, optimizer)
                 kernel = kernel_choice(optimizer, dim=part.dim, is_weighted=module.is_weighted(), device=device)
-                planned.append(_PlannedPart(part=part, plan=params[table.name], optimizer=optimizer, kernel=kernel))
+                planned.append(
+                    _PlannedPart(
+                        part=part,
+                        plan=params[table.name],
+                        optimizer=optimizer,
+                        kernel=kernel,
+                        is_frozen=not _nominal_parameter(module, table).requires_grad,
+                    )
+                )
         return planned
 
     def _shard(
@@ -235,13 +244,8 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
         self, module: HashCollection, table: TableConfig, planned: ParameterSharding
     ) -> OptimizerSpec:
         parameter = _nominal_parameter(module, table)
-        if not parameter.requires_grad:
-            raise ConfigError(
-                f"table {table.name!r}: its parameter has requires_grad=False. Hashed tables cannot be frozen in this "
-                "version; set it to True, or call eval() on the collection, whose forward then only reads."
-            )
         optimizer = self._optimizer_of(table, parameter)
-        if optimizer.kind == "none":
+        if optimizer.kind == "none" and parameter.requires_grad:
             raise ConfigError(
                 f"table {table.name!r} has no optimizer: its rows would never learn. Call "
                 "apply_optimizer_in_backward(torch.optim.Adagrad, collection.parameters(), {'lr': ...}) before "
@@ -258,18 +262,7 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
 
     def _optimizer_of(self, table: TableConfig, parameter: nn.Parameter) -> OptimizerSpec:
         """From `apply_optimizer_in_backward` if it was called for the table, else from ``fused_params``."""
-        classes = getattr(parameter, "_optimizer_classes", [])
-        if len(classes) > 1:
-            raise ConfigError(
-                f"table {table.name!r}: apply_optimizer_in_backward was called for it {len(classes)} times "
-                f"({', '.join(c.__name__ for c in classes)}). Call it once."
-            )
-        if classes:
-            (kwargs,) = parameter._optimizer_kwargs  # type: ignore[attr-defined]  # set beside the classes
-            return OptimizerSpec.from_class(classes[0], kwargs, table=table.name)
-        if self.fused_params:
-            return OptimizerSpec.from_fused_params(self.fused_params, table=table.name)
-        return OptimizerSpec(kind="none")
+        return OptimizerSpec.of_parameter(parameter, self.fused_params, table=table.name)
 
     def _check_device_memory(self, tables: list[ShardTable], device: torch.device) -> None:
         needed = sum(t.placed.num_slots * t.layout.slot_bytes for t in tables)
@@ -325,6 +318,7 @@ def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
         placed=placed,
         layout=layout,
         optimizer=optimizer,
+        is_frozen=planned.is_frozen,
         num_features=part.num_features,
         kernel=planned.kernel.name,
     )

@@ -213,7 +213,7 @@ class HostStages:
     def _agree_without_calls(self, batch: InFlightBatch) -> None:
         """The verdict on a batch whose collections are all looked up by ordinary calls: only ends are told."""
         error = DataEnded() if batch.host is None else None
-        agreed = agree(error, self._host_group, is_training=batch.mode.is_training, has_ended=batch.is_end)
+        agreed = agree(error, self._host_group, mode=int(batch.mode.is_training), has_ended=batch.is_end)
         if isinstance(agreed, DataEnded):
             batch.ended_ranks = agreed.ranks
         elif agreed is not None:

@@ -45,7 +45,7 @@ def agree(
     error: Exception | None,
     host_group: dist.ProcessGroup | None,
     *,
-    is_training: bool = True,
+    mode: int = 1,
     has_ended: bool = False,
     aftermath: str = "the batch was undone",
 ) -> Exception | None:
@@ -54,7 +54,8 @@ def agree(
     Args:
         error: What this rank has against the batch, or None.
         host_group: gloo group of all ranks; None for a single rank.
-        is_training: Whether this rank's batch trains; ranks that differ would wait for each other in the backward.
+        mode: 0: this rank's batch reads; 1 to 255: it trains, and which tables. Ranks that differ would wait for each
+            other in the backward.
         has_ended: Whether this rank has no batch of its own any more, and gives an empty one.
         aftermath: What is true on all ranks when one refused, for the message.
 
@@ -66,7 +67,7 @@ def agree(
     if host_group is None or host_group.size() == 1:
         return error
     mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-    mine[_TRAINING], mine[_HAS_ENDED] = int(is_training), int(has_ended or isinstance(error, DataEnded))
+    mine[_TRAINING], mine[_HAS_ENDED] = mode, int(has_ended or isinstance(error, DataEnded))
     if isinstance(error, DataEnded):
         mine[_ANSWER] = _STOPPED
     elif isinstance(error, Withdrawn):
@@ -96,10 +97,11 @@ def agree(
         training = everyone[:, _TRAINING].tolist()
         if len(set(training)) == 1:
             return None
-        modes = ", ".join(f"rank {r} {'trains' if t else 'reads'}" for r, t in enumerate(training))
+        trains = "trains" if len({t for t in training if t}) < 2 else "trains some tables"
+        modes = ", ".join(f"rank {r} {trains if t else 'reads'}" for r, t in enumerate(training))
         return StateError(
-            f"the ranks do not agree on what this forward is: {modes}. Call train() or eval(), and torch.no_grad(), on "
-            "all ranks alike. The batch was undone."
+            f"the ranks do not agree on what this forward is: {modes}. Call train() or eval(), and torch.no_grad(), "
+            "and set requires_grad of tables, on all ranks alike. The batch was undone."
         )
     if error is not None and not isinstance(error, HybridRecError):
         return error

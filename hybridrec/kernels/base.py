@@ -122,6 +122,11 @@ class LookupKernel(abc.ABC):
             StateError: This is the second call for that ``forward``. Nothing changed.
         """
 
+    def clipped(self, grad: Tensor) -> Tensor:
+        """The gradient that rows are stepped with: within the optimizer's ``max_gradient``, NaN stays NaN."""
+        limit = self.spec.optimizer.max_gradient
+        return grad if limit is None else grad.clamp(-limit, limit)
+
     @property
     @abc.abstractmethod
     def learning_rate(self) -> float:

@@ -43,6 +43,11 @@ class OptimizerSpec:
     """Adam's decay of ``exp_avg_sq``, in [0, 1)."""
     weight_decay: float = 0.0
     """>= 0. L2: ``weight_decay * row`` is added to the gradient of every row of the batch."""
+    decoupled_weight_decay: bool = False
+    """Adam alone: ``learning_rate * weight_decay * row`` is taken from every row of the batch instead (AdamW)."""
+    max_gradient: float | None = None
+    """FBGEMM's gradient clipping: every element of a pool's gradient is brought into [-max_gradient, max_gradient]
+    before gradients of occurrences are summed. >= 0; None: as it is."""
     initial_accumulator_value: float = 0.0
     """>= 0. What Adagrad's ``sum`` of a row that was never trained holds."""
 
@@ -53,6 +58,10 @@ class OptimizerSpec:
             _check_range(f"optimizer {self.kind!r}", name, getattr(self, name), below=math.inf)
         for name in ("beta1", "beta2"):
             _check_range(f"optimizer {self.kind!r}", name, getattr(self, name), below=1.0)
+        if self.max_gradient is not None:
+            _check_range(f"optimizer {self.kind!r}", "max_gradient", self.max_gradient, below=math.inf)
+        if self.decoupled_weight_decay and self.kind != "adam":
+            raise ConfigError(f"optimizer {self.kind!r}: decoupled_weight_decay=True exists for 'adam' alone.")
 
     def row_states(self) -> tuple[RowState, ...]:
         """The states that every row has, in the order in which the update rule takes them."""
@@ -72,7 +81,7 @@ class OptimizerSpec:
         only stand for FBGEMM's, FBGEMM's; for TorchRec's ``RowWiseAdagrad`` those of its signature.
 
         Args:
-            optimizer_class: ``torch.optim.{SGD, Adagrad, Adam}`` or ``torchrec.optim.{SGD, Adagrad, Adam,
+            optimizer_class: ``torch.optim.{SGD, Adagrad, Adam, AdamW}`` or ``torchrec.optim.{SGD, Adagrad, Adam,
                 RowWiseAdagrad}``; not a subclass, which may do anything.
             kwargs: Its arguments. Not kept, not changed.
             table: Name for messages.
@@ -83,7 +92,7 @@ class OptimizerSpec:
         path = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
         source = _CLASSES.get(path)
         if source is None:
-            accepted = "torch.optim.SGD, Adagrad, Adam and torchrec.optim.SGD, Adagrad, Adam, RowWiseAdagrad"
+            accepted = "torch.optim.SGD, Adagrad, Adam, AdamW and torchrec.optim.SGD, Adagrad, Adam, RowWiseAdagrad"
             raise ConfigError(
                 f"table {table!r}: optimizer {path} cannot run inside the backward of a hashed table. "
                 f"Accepted: {accepted}. Use one of them for this table."
@@ -112,6 +121,59 @@ class OptimizerSpec:
             )
         return source.translate(arguments, where=f"table {table!r}: fused_params of {name}")
 
+    @classmethod
+    def of_parameter(
+        cls, parameter: torch.nn.Parameter, fused_params: Mapping[str, Any] | None, *, table: str
+    ) -> OptimizerSpec:
+        """What a table is trained with.
+
+        `apply_optimizer_in_backward` wins over ``fused_params``, as in TorchRec. There an argument that only
+        ``fused_params`` has is mixed into the other optimizer; here that is refused unless it changes nothing.
+
+        Args:
+            parameter: The table's, with what `apply_optimizer_in_backward` left there.
+            fused_params: The sharder's.
+            table: Name for messages.
+
+        Returns:
+            The spec; of kind ``"none"`` if neither gives an optimizer.
+
+        Raises:
+            ConfigError: See `from_class` and `from_fused_params`; or it was called for the table more than once.
+        """
+        classes = getattr(parameter, "_optimizer_classes", [])
+        if len(classes) > 1:
+            raise ConfigError(
+                f"table {table!r}: apply_optimizer_in_backward was called for it {len(classes)} times "
+                f"({', '.join(c.__name__ for c in classes)}). Call it once."
+            )
+        if not classes:
+            return cls.from_fused_params(fused_params, table=table) if fused_params else cls(kind="none")
+        (kwargs,) = parameter._optimizer_kwargs  # type: ignore[attr-defined]  # set beside the classes
+        spec = cls.from_class(classes[0], kwargs, table=table)
+        _refuse_mixed(spec, classes[0].__name__, kwargs, fused_params or {}, table=table)
+        return spec
+
+
+def _refuse_mixed(
+    spec: OptimizerSpec, name: str, kwargs: Mapping[str, Any], fused_params: Mapping[str, Any], *, table: str
+) -> None:
+    """Refuse arguments of ``fused_params`` that TorchRec would mix into an optimizer that was given otherwise."""
+    given = {"learning_rate" if k == "lr" else k for k in kwargs} | {"optimizer"}
+    if "betas" in given:
+        given |= {"beta1", "beta2"}
+    for argument, value in fused_params.items():
+        ours = "learning_rate" if argument == "lr" else argument
+        if ours in given or (ours in ("eps", "beta1", "beta2") and ours not in _READ[spec.kind]):
+            continue
+        neutral = (getattr(spec, ours),) if hasattr(spec, ours) else _FBGEMM_NEUTRAL.get(argument)
+        if neutral is None or not _is_neutral(value, neutral):
+            raise ConfigError(
+                f"table {table!r}: apply_optimizer_in_backward gave it {name}, without {argument!r}, and fused_params "
+                f"has {argument}={value!r} for all tables. Say in apply_optimizer_in_backward what {argument!r} of "
+                "this table is, or leave it out of fused_params."
+            )
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -124,9 +186,15 @@ class _Source:
     """Their names of arguments that are honoured -> ours; ``"betas"`` is split."""
     neutral: Mapping[str, tuple[Any, ...]]
     """Arguments without a counterpart here -> values that ask for nothing. Empty: any value asks for nothing."""
+    is_decoupled: bool = False
+    """Whether weight decay is."""
 
     def translate(self, arguments: Mapping[str, Any], *, where: str) -> OptimizerSpec:
         fields: dict[str, Any] = {}
+        arguments = dict(arguments)
+        if "gradient_clipping" in self.neutral and arguments.get("gradient_clipping") is True:
+            del arguments["gradient_clipping"]
+            fields["max_gradient"] = _scalar(where, "max_gradient", arguments.pop("max_gradient", 1.0))
         for name, value in arguments.items():
             if name == "betas" and "betas" in self.names:
                 fields |= _split_betas(where, value)
@@ -141,7 +209,7 @@ class _Source:
                 raise ConfigError(f"{where}: argument {name!r} is not honoured. Accepted: {accepted}. Leave it out.")
         for name, value in fields.items():
             _check_range(where, name, value, below=1.0 if name in ("beta1", "beta2") else math.inf)
-        return OptimizerSpec(kind=self.kind, **{**self.defaults, **fields})
+        return OptimizerSpec(kind=self.kind, decoupled_weight_decay=self.is_decoupled, **{**self.defaults, **fields})
 
 
 def _scalar(where: str, name: str, value: Any) -> float:
@@ -161,10 +229,15 @@ def _split_betas(where: str, value: Any) -> dict[str, float]:
     return {"beta1": _scalar(where, "betas[0]", value[0]), "beta2": _scalar(where, "betas[1]", value[1])}
 
 
-def _refuse_unless_neutral(where: str, name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing; see `_Source.neutral`."""
     if not neutral or any(value is n or (isinstance(value, numbers.Real) and value == n) for n in neutral):
-        return
-    if isinstance(value, enum.Enum) and value.name in neutral:
+        return True
+    return isinstance(value, enum.Enum) and value.name in neutral
+
+
+def _refuse_unless_neutral(where: str, name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    if _is_neutral(value, neutral):
         return
     allowed = " or ".join(repr(n) for n in neutral)
     raise ConfigError(
@@ -208,6 +281,13 @@ _TORCH_ADAM = _Source(
     names={"lr": "learning_rate", "betas": "betas", **_identity("eps", "weight_decay")},
     neutral={**_TORCH_IMPLEMENTATION, "amsgrad": (False,), "decoupled_weight_decay": (False,)},
 )
+_TORCH_ADAMW = _Source(
+    kind="adam",
+    defaults={**_TORCH_ADAM.defaults, "weight_decay": 1e-2},
+    names=_TORCH_ADAM.names,
+    neutral={**_TORCH_ADAM.neutral, "decoupled_weight_decay": (True,)},
+    is_decoupled=True,
+)
 _ROWWISE_ADAGRAD = _Source(
     kind="rowwise_adagrad",
     defaults={"learning_rate": 1e-2, "eps": 1e-10},
@@ -220,7 +300,8 @@ _ROWWISE_ADAGRAD = _Source(
 )
 
 # FBGEMM takes every argument with every optimizer; those that the optimizer does not read must be neutral here.
-# Its EXACT_SGD and EXACT_ADAGRAD ignore weight_decay, its Adam decouples it: neither is what the argument says.
+# Its EXACT_SGD and EXACT_ADAGRAD ignore weight_decay; its Adam decouples it.
+# max_gradient is read where gradient_clipping is True.
 # Stochastic rounding concerns float16 rows only; rows are float32.
 _FBGEMM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stochastic_rounding": (),
@@ -234,28 +315,42 @@ _FBGEMM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "weights_precision": ("FP32",),
     "output_dtype": ("FP32",),
 }
+_READ: Mapping[OptimizerKind, tuple[str, ...]] = {
+    "sgd": (),
+    "adagrad": ("eps",),
+    "rowwise_adagrad": ("eps",),
+    "adam": ("eps", "beta1", "beta2"),
+    "none": (),
+}
 _FBGEMM_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
 _LEARNING_RATE = {"lr": "learning_rate", "learning_rate": "learning_rate"}
 
 
 def _fbgemm(
-    kind: OptimizerKind, *honoured: str, unread: tuple[str, ...], more: Mapping[str, str] | None = None
+    kind: OptimizerKind,
+    *honoured: str,
+    unread: tuple[str, ...],
+    more: Mapping[str, str] | None = None,
+    is_decoupled: bool = False,
 ) -> _Source:
     unread_neutral = {name: (_FBGEMM_DEFAULTS[name],) for name in unread}
     neutral = {k: v for k, v in _FBGEMM_NEUTRAL.items() if k not in honoured} | unread_neutral
     names = {**_LEARNING_RATE, **_identity(*honoured), **(more or {})}
-    return _Source(kind=kind, defaults=_FBGEMM_DEFAULTS, names=names, neutral=neutral)
+    return _Source(kind=kind, defaults=_FBGEMM_DEFAULTS, names=names, neutral=neutral, is_decoupled=is_decoupled)
 
 
 _FBGEMM_SGD = _fbgemm("sgd", unread=("eps", "beta1", "beta2"))
 _FBGEMM_ADAGRAD = _fbgemm("adagrad", "eps", unread=("beta1", "beta2"))
 _FBGEMM_ROWWISE = _fbgemm("rowwise_adagrad", "eps", unread=("beta1", "beta2"))
-_FBGEMM_ADAM = _fbgemm("adam", "eps", "beta1", "beta2", unread=(), more={"betas": "betas"})
+_FBGEMM_ADAM = _fbgemm(
+    "adam", "eps", "beta1", "beta2", "weight_decay", unread=(), more={"betas": "betas"}, is_decoupled=True
+)
 
 _CLASSES: dict[str, _Source] = {
     "torch.optim.sgd.SGD": _TORCH_SGD,
     "torch.optim.adagrad.Adagrad": _TORCH_ADAGRAD,
     "torch.optim.adam.Adam": _TORCH_ADAM,
+    "torch.optim.adamw.AdamW": _TORCH_ADAMW,
     "torchrec.optim.optimizers.SGD": _FBGEMM_SGD,
     "torchrec.optim.optimizers.Adagrad": _FBGEMM_ADAGRAD,
     "torchrec.optim.optimizers.Adam": _FBGEMM_ADAM,

@@ -38,7 +38,9 @@ def updated_rows(
     Returns:
         The new rows and the new states.
     """
-    if spec.weight_decay != 0.0:
+    if spec.weight_decay != 0.0 and spec.decoupled_weight_decay:
+        rows_UD = rows_UD - rows_UD * (learning_rate * spec.weight_decay)
+    elif spec.weight_decay != 0.0:
         grads_UD = grads_UD + rows_UD * spec.weight_decay
     if spec.kind == "sgd":
         return sgd(rows_UD, grads_UD, learning_rate), ()

@@ -107,7 +107,7 @@ class TbeKernel(LookupKernel):
         if saved is None:  # no occurrences
             return
         assert isinstance(saved, PendingUpdate)
-        torch.autograd.backward(saved.take(), grad.contiguous())
+        torch.autograd.backward(saved.take(), self.clipped(grad).contiguous())
 
 
 def _check(spec: KernelSpec) -> TbePlacement:

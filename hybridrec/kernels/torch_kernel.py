@@ -142,6 +142,7 @@ class TorchKernel(LookupKernel):
             return
         assert isinstance(saved, PendingUpdate)
         lookup: _Saved = saved.take()
+        grad = self.clipped(grad)
         for buffer, occurrences in zip(self._buffers, lookup.of_buffer, strict=True):
             if occurrences.rows.shape[0] > 0:
                 self._update(buffer, occurrences, self._bag_grads(buffer, grad), lookup, step)

@@ -95,7 +95,8 @@ class HashEmbeddingBagCollection(HashCollection, EmbeddingBagCollectionInterface
         check_features(features, self._tables, self._is_weighted, where=type(self).__name__)
         batches = _by_table(features, self._tables, self._is_weighted, self.target_device)
         rows = self._look_up([batch.ids_N for batch in batches])
-        pooled = torch.cat([column for batch, r in zip(batches, rows, strict=True) for column in _pool(batch, r)], 1)
+        pools = [_pool(batch, r, bag) for batch, r, bag in zip(batches, rows, self._bags(), strict=True)]
+        pooled = torch.cat([column for of_table in pools for column in of_table], 1)
         inverse_FB = inverse_of(features, [name for table in self._tables for name in table.feature_names])
         if inverse_FB is not None:
             pooled = expand(pooled, inverse_FB.to(pooled.device), self._output_dims)
@@ -141,7 +142,7 @@ def _by_table(
     return batches
 
 
-def _pool(batch: _TableBatch, rows_ND: Tensor) -> Sequence[Tensor]:
+def _pool(batch: _TableBatch, rows_ND: Tensor, bag: HashEmbeddingBag) -> Sequence[Tensor]:
     """For each feature float32 [B, D]."""
     num_features, batch_size = batch.lengths.shape
     lengths = batch.lengths.flatten()
@@ -154,6 +155,8 @@ def _pool(batch: _TableBatch, rows_ND: Tensor) -> Sequence[Tensor]:
         per_sample_weights=batch.weights_N,
         include_last_offset=True,
     )
+    if rows_ND.requires_grad:
+        pooled.register_hook(bag.clipped)
     if batch.is_mean:
         pooled = pooled / lengths.clamp(min=1).unsqueeze(1)
     return pooled.view(num_features, batch_size, rows_ND.shape[1]).unbind()

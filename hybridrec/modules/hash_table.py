@@ -172,6 +172,11 @@ class HashEmbeddingBag(nn.Module):
         # Schedulers write into the parameter groups of the attached optimizer, as for any parameter.
         return spec, float(self.weight._in_backward_optimizers[0].param_groups[0]["lr"])
 
+    def clipped(self, grad: Tensor) -> Tensor:
+        """A pool's gradient within the optimizer's ``max_gradient``."""
+        limit = self.optimizer()[0].max_gradient
+        return grad if limit is None else grad.clamp(-limit, limit)
+
     @torch.no_grad()
     def update(self, ids_N: Tensor, grads_ND: Tensor, *, ordinal: int) -> None:
         """One optimizer step for every row of a batch, with the sum of the gradients of its occurrences.

@@ -7,7 +7,7 @@ pickled arrays and are added in rank order by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -153,8 +153,15 @@ class Oracle:
             self.kernels.append(kernel)
         self.step_number = 0
 
-    def step(self, batches: Sequence[Batch], dense_optimizer: torch.optim.Optimizer, *, train: bool = True) -> Tensor:
-        """One step over all ranks' batches; returns this rank's loss."""
+    def step(
+        self,
+        batches: Sequence[Batch],
+        dense_optimizer: torch.optim.Optimizer,
+        *,
+        train: bool = True,
+        frozen: Collection[str] = (),
+    ) -> Tensor:
+        """One step over all ranks' batches; returns this rank's loss. Rows of frozen tables are not stepped."""
         mine = batches[self.rank]
         partial, saved = self._partial_pools(batches)
         pooled = self._exchange_pools(partial, batches)
@@ -169,7 +176,8 @@ class Oracle:
             grad = torch.cat(grads, 0)
             for part, kernel, kept in zip(self.mine, self.kernels, saved, strict=True):
                 columns = self._columns_of(part)
-                kernel.backward(kept, grad[:, columns].contiguous(), step=self.step_number)
+                if part.table.name not in frozen:
+                    kernel.backward(kept, grad[:, columns].contiguous(), step=self.step_number)
             dense_optimizer.step()
         return loss.detach()
 

@@ -123,7 +123,8 @@ class Reference:
                 [rows], eps=o.eps, initial_accumulator_value=accumulator, **common
             )
             return optimizer
-        return torch.optim.Adam([rows], eps=o.eps, betas=(o.beta1, o.beta2), **common)
+        adam = torch.optim.AdamW if o.decoupled_weight_decay else torch.optim.Adam
+        return adam([rows], eps=o.eps, betas=(o.beta1, o.beta2), **common)
 
     def set_learning_rate(self, value: float) -> None:
         for optimizer in self.optimizers:
@@ -152,7 +153,8 @@ class Reference:
         output = torch.cat(pooled, 1)
         for rows in self.rows:
             rows.grad = None
-        output.backward(batch.grad.double())
+        limit = self.spec.optimizer.max_gradient or float("inf")
+        output.backward(batch.grad.double().clamp(-limit, limit))
         for rows, optimizer, slots in zip(self.rows, self.optimizers, used, strict=True):
             self._step(rows, optimizer, slots)
         return output.detach()

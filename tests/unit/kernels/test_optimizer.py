@@ -25,17 +25,24 @@ SGD, ADAGRAD, ADAM = torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam
         (SGD, OptimizerSpec(kind="sgd", learning_rate=1e-3)),
         (ADAGRAD, OptimizerSpec(kind="adagrad", learning_rate=1e-2, eps=1e-10)),
         (ADAM, OptimizerSpec(kind="adam", learning_rate=1e-3, eps=1e-8)),
+        (
+            torch.optim.AdamW,
+            OptimizerSpec(kind="adam", learning_rate=1e-3, weight_decay=0.01, decoupled_weight_decay=True),
+        ),
         (RowWiseAdagrad, OptimizerSpec(kind="rowwise_adagrad", learning_rate=1e-2, eps=1e-10)),
         (torchrec.optim.SGD, OptimizerSpec(kind="sgd", learning_rate=1e-2)),
         (torchrec.optim.Adagrad, OptimizerSpec(kind="adagrad", learning_rate=1e-2, eps=1e-8)),
-        (torchrec.optim.Adam, OptimizerSpec(kind="adam", learning_rate=1e-2, eps=1e-8)),
+        (
+            torchrec.optim.Adam,
+            OptimizerSpec(kind="adam", learning_rate=1e-2, eps=1e-8, decoupled_weight_decay=True),
+        ),
     ],
 )
 def test_defaults_are_those_of_the_class(optimizer_class: type, expected: OptimizerSpec) -> None:
     assert OptimizerSpec.from_class(optimizer_class, {}, table="t") == expected
 
 
-@pytest.mark.parametrize("optimizer_class", [SGD, ADAGRAD, ADAM, RowWiseAdagrad])
+@pytest.mark.parametrize("optimizer_class", [SGD, ADAGRAD, ADAM, torch.optim.AdamW, RowWiseAdagrad])
 def test_defaults_are_those_of_the_installed_library(optimizer_class: type) -> None:
     group = optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
     spec = OptimizerSpec.from_class(optimizer_class, {}, table="t")
@@ -62,6 +69,9 @@ def test_defaults_are_those_of_the_installed_library(optimizer_class: type) -> N
         (RowWiseAdagrad, {"learning_rate": 0.3, "weight_decay": 0.1}, {"learning_rate": 0.3, "weight_decay": 0.1}),
         (torchrec.optim.Adagrad, {"learning_rate": 0.3, "eps": 0.1}, {"learning_rate": 0.3, "eps": 0.1}),
         (torchrec.optim.Adam, {"lr": 0.3, "beta1": 0.1, "beta2": 0.2}, {"beta1": 0.1, "beta2": 0.2}),
+        (torchrec.optim.Adam, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        (torchrec.optim.SGD, {"gradient_clipping": True, "max_gradient": 0.25}, {"max_gradient": 0.25}),
+        (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.3}, {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     ],
 )
 def test_arguments_are_honoured(optimizer_class: type, kwargs: dict[str, Any], expected: dict[str, float]) -> None:
@@ -103,8 +113,9 @@ def test_arguments_are_honoured(optimizer_class: type, kwargs: dict[str, Any], e
         (torchrec.optim.SGD, {"weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
         (torchrec.optim.SGD, {"eps": 0.1}, "eps=0.1 is not honoured. Accepted: 1e-08"),
         (torchrec.optim.Adagrad, {"initial_accumulator_value": 0.1}, "'initial_accumulator_value' is not honoured"),
-        (torchrec.optim.Adam, {"weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
-        (torch.optim.AdamW, {}, "optimizer torch.optim.adamw.AdamW cannot run inside the backward.*Accepted: torch"),
+        (torch.optim.AdamW, {"amsgrad": True}, "AdamW: amsgrad=True is not honoured"),
+        (torch.optim.AdamW, {"decoupled_weight_decay": False}, "decoupled_weight_decay=False is not honoured"),
+        (torch.optim.NAdam, {}, "optimizer torch.optim.nadam.NAdam cannot run inside the backward.*Accepted: torch"),
         (torchrec.optim.LAMB, {}, "optimizer torchrec.optim.optimizers.LAMB cannot run"),
         (type("Mine", (SGD,), {}), {}, "Mine cannot run inside the backward"),
     ],
@@ -128,8 +139,10 @@ def test_what_is_not_honoured_is_refused_by_name(optimizer_class: type, kwargs: 
         ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}, OptimizerSpec(kind="rowwise_adagrad", eps=1e-8)),
         (
             {"optimizer": EmbOptimType.ADAM, "beta1": 0.5, "beta2": 0.6, "lr": 0.1},
-            OptimizerSpec(kind="adam", learning_rate=0.1, beta1=0.5, beta2=0.6),
+            OptimizerSpec(kind="adam", learning_rate=0.1, beta1=0.5, beta2=0.6, decoupled_weight_decay=True),
         ),
+        ({"gradient_clipping": True}, OptimizerSpec(kind="sgd", max_gradient=1.0)),
+        ({"gradient_clipping": False}, OptimizerSpec(kind="sgd")),
         (
             {"weight_decay": 0, "stochastic_rounding": False, "output_dtype": DataType.FP32, "momentum": 0.9},
             OptimizerSpec(kind="sgd"),
@@ -153,9 +166,9 @@ def test_fused_params(fused_params: dict[str, Any], expected: OptimizerSpec) -> 
         ({"optimizer": "adagrad"}, "fused_params optimizer='adagrad' cannot be honoured"),
         ({"weight_decay": 0.1}, "table 'user': fused_params of EXACT_SGD: weight_decay=0.1 is not honoured"),
         ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
-        ({"optimizer": EmbOptimType.ADAM, "weight_decay": 0.1}, "weight_decay=0.1 is not honoured"),
+        ({"max_gradient": 0.1}, "max_gradient=0.1 is not honoured"),
+        ({"gradient_clipping": True, "max_gradient": -1.0}, "max_gradient=-1.0 is out of range"),
         ({"optimizer": EmbOptimType.EXACT_ADAGRAD, "beta1": 0.8}, "beta1=0.8 is not honoured. Accepted: 0.9"),
-        ({"gradient_clipping": True}, "gradient_clipping=True is not honoured"),
         ({"max_norm": 1.0}, "max_norm=1.0 is not honoured"),
         ({"output_dtype": DataType.FP16}, "output_dtype=.*FP16.* is not honoured. Accepted: 'FP32'"),
         ({"cache_load_factor": 0.1}, "argument 'cache_load_factor' is not honoured. Accepted: 'learning_rate', 'lr'"),
@@ -167,6 +180,50 @@ def test_fused_params_that_are_refused(fused_params: dict[str, Any], match: str)
     with pytest.raises(ConfigError, match=match):
         OptimizerSpec.from_fused_params(fused_params, table="user")
     assert fused_params == before
+
+
+SERVED = {"EXACT_SGD", "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM"}
+
+
+@pytest.mark.parametrize("optimizer", list(EmbOptimType), ids=lambda o: o.name)
+def test_every_optimizer_of_fbgemm_is_served_or_refused_by_name(optimizer: EmbOptimType) -> None:
+    if optimizer.name in SERVED:
+        assert OptimizerSpec.from_fused_params({"optimizer": optimizer}, table="t").kind != "none"
+        return
+    with pytest.raises(ConfigError, match=f"'t': fused_params optimizer=.*{optimizer.value}.* Accepted: EmbOptimType"):
+        OptimizerSpec.from_fused_params({"optimizer": optimizer}, table="t")
+
+
+def attached(optimizer_class: type, *kwargs: dict[str, Any]) -> torch.nn.Parameter:
+    """A parameter for which `apply_optimizer_in_backward` was called so many times."""
+    parameter = torch.nn.Parameter(torch.zeros(1, 4))
+    if kwargs:
+        parameter._optimizer_classes = [optimizer_class] * len(kwargs)  # type: ignore[attr-defined]
+        parameter._optimizer_kwargs = list(kwargs)  # type: ignore[attr-defined]
+    return parameter
+
+
+def test_an_optimizer_of_the_parameter_wins_over_fused_params() -> None:
+    fused_params = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.25, "stochastic_rounding": False}
+    spec = OptimizerSpec.of_parameter(attached(ADAGRAD, {"lr": 0.5}), fused_params, table="t")
+    assert spec == OptimizerSpec(kind="adagrad", learning_rate=0.5, eps=1e-10)
+    assert OptimizerSpec.of_parameter(attached(ADAGRAD), fused_params, table="t").learning_rate == 0.25
+    assert OptimizerSpec.of_parameter(attached(ADAGRAD), None, table="t").kind == "none"
+    # eps means nothing to SGD, so that mixing it in changes nothing
+    assert OptimizerSpec.of_parameter(attached(SGD, {"lr": 0.5}), {"eps": 0.1, "lr": 1.0}, table="t").kind == "sgd"
+    with pytest.raises(ConfigError, match="'t': apply_optimizer_in_backward was called for it 2 times"):
+        OptimizerSpec.of_parameter(attached(ADAGRAD, {}, {}), None, table="t")
+
+
+@pytest.mark.parametrize(
+    "fused_params",
+    [{"eps": 1e-3}, {"learning_rate": 0.1}, {"gradient_clipping": True}, {"cache_load_factor": 0.1}],
+    ids=str,
+)
+def test_fused_params_are_not_mixed_into_an_optimizer_of_the_parameter(fused_params: dict[str, Any]) -> None:
+    (name,) = fused_params
+    with pytest.raises(ConfigError, match=f"'t': apply_optimizer_in_backward gave it Adagrad, without '{name}'"):
+        OptimizerSpec.of_parameter(attached(ADAGRAD, {}), fused_params, table="t")
 
 
 def test_row_states() -> None:
@@ -184,5 +241,7 @@ def test_a_spec_cannot_be_made_wrong() -> None:
         OptimizerSpec(kind="rmsprop")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="optimizer 'adam': beta1=1.0 is out of range"):
         OptimizerSpec(kind="adam", beta1=1.0)
+    with pytest.raises(ConfigError, match="decoupled_weight_decay=True exists for 'adam' alone"):
+        OptimizerSpec(kind="sgd", decoupled_weight_decay=True)
     with pytest.raises(ConfigError, match="learning_rate='x' is out of range"):
         OptimizerSpec(kind="sgd", learning_rate="x")  # type: ignore[arg-type]
