@@ -15,7 +15,9 @@ from hybridrec.inference import freeze, load
 from tests.distributed.oracle import Table, initial_row
 from tests.distributed.pipelines import all_batches, build_pipelined, mine
 from tests.distributed.scenario import TABLES, Scenario, build, device_rows, make_batch, state_of, to_kjt, universe
+from tests.distributed.test_sequences import KEYS, make, rows_of, shard
 from tests.ranks import RankPool
+from tests.unit.modules.batches import random_batch
 
 UNSEEN = 987654321
 TABLE_WISE = (TABLES[0], dataclasses.replace(TABLES[1], owners=((4, 1),)), TABLES[2])
@@ -214,3 +216,23 @@ def freeze_columns() -> str:
 def test_tables_cut_into_columns_are_refused_by_name(pool_2: RankPool) -> None:
     first, second = pool_2.run(freeze_columns)
     assert first == second
+
+
+def serve_sequences() -> int:
+    """Rows are not added, so that they are those of evaluation at any number of ranks. How many rows there are."""
+    dmp, rank = shard(make()), dist.get_rank()
+    for step in range(4):
+        rows_of(dmp(random_batch(KEYS, 4, 10 * step + rank))).square().sum().backward()
+    features = random_batch(KEYS, 5, 99 + rank)
+    want = rows_of(dmp.eval()(features))
+    frozen = freeze(dmp.module, dtype="fp32", chunk_rows=7)
+    if frozen is None:
+        return 0
+    assert type(frozen).__name__ == "QuantHashEmbeddingCollection" and frozen.need_indices()
+    assert torch.equal(rows_of(frozen(features)), want)
+    return min(table.rows for table in frozen.report.tables)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_sequences_are_those_of_evaluation(pools: dict[int, RankPool], world_size: int) -> None:
+    assert pools[world_size].run(serve_sequences)[0] > 5
