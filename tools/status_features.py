@@ -141,8 +141,7 @@ FEATURES = (
         cpu=("tests/checkpoint/",),
     ),
     Feature(
-        title="sequence embeddings, quantised serving, table- and column-wise sharding (not there yet: refused by "
-        "name)",
-        title_zh="序列 embedding、量化推理、按表和按列分片(尚无:指名拒绝)",
+        title="quantised serving, table- and column-wise sharding (not there yet: refused by name)",
+        title_zh="量化推理、按表和按列分片(尚无:指名拒绝)",
     ),
 )

@@ -36,7 +36,7 @@ PLAIN = [
 @pytest.mark.parametrize(("world_size", "cache", "optimizer", "dedups"), PLAIN)
 def test_plain_loop(pools: dict[int, RankPool], world_size: int, cache: str, optimizer: str, dedups: bool) -> None:
     scenario = Scenario(
-        is_sequence=True, tables=SEQUENCES, cache=cache, optimizer=optimizer, dedups=dedups, steps=40, batch_size=6
+        is_sequence=True, tables=SEQUENCES, cache=cache, optimizer=optimizer, dedups=dedups, steps=30, batch_size=6
     )
     for result in pools[world_size].run(run_against_oracle, scenario):
         if cache == "below":

@@ -265,7 +265,7 @@ def look_inside() -> None:
     dmp.eval()
     outputs = dmp(keys)
     assert any(torch.equal(outputs["w"].values()[0], p.weights) for p in places if p.weights is not None)
-    for call in (dmp.state_dict, lambda: dmp.load_state_dict({})):
+    for call in (dmp.module.state_dict, lambda: dmp.module.load_state_dict({})):
         with pytest.raises(StateError, match="'user', 'item', 'word' cannot be saved or loaded"):
             call()
 
