@@ -38,6 +38,8 @@ class RowLocation:
     tier: str
     """``"slot"`` (of the device tier), ``"store"`` (host memory), ``"unknown"`` (no row lives: it reads its initial
     row), ``"moving"`` (on its way between the tiers) or ``"other rank"`` (ask there)."""
+    columns: tuple[int, int] | None = None
+    """First and last of the columns that the shard has, if the table is sharded column-wise; None: all."""
     slot: int | None = None
     """In the device tier."""
     row: int | None = None
@@ -52,7 +54,8 @@ class RowLocation:
     """Optimizer state by name: float32 [D], or [1] of a state that has one value a row. Copies."""
 
     def __str__(self) -> str:
-        head = f"table {self.table!r}, id {self.id} (owner: rank {self.owner} of {self.world_size}): "
+        part = "" if self.columns is None else f", columns {self.columns[0]} to {self.columns[1]}"
+        head = f"table {self.table!r}, id {self.id}{part} (owner: rank {self.owner} of {self.world_size}): "
         if self.tier == "other rank":
             return head + f"not on rank {self.rank}; ask rank {self.owner}"
         place = {
@@ -72,7 +75,7 @@ class RowLocation:
         return "\n".join(lines)
 
 
-def where(module: nn.Module, table: str, id: int) -> RowLocation:
+def where(module: nn.Module, table: str, id: int, *, column: int = 0) -> RowLocation:
     """Where the row of an id is, and what it holds. Changes nothing. Not collective: any rank may ask at any time.
 
     Takes time linear in the rows of the shard. Under a train pipeline a row may be on its way between the tiers for a
@@ -83,6 +86,7 @@ def where(module: nn.Module, table: str, id: int) -> RowLocation:
         module: A hashed collection, sharded or not, or a model that has one with the table.
         table: Name of the table.
         id: Any int64, also as a numpy integer.
+        column: Of a table that is sharded column-wise: which shard is asked for.
 
     Raises:
         ConfigError: No collection of the module has the table, or several have; an argument has another type.
@@ -98,7 +102,7 @@ def where(module: nn.Module, table: str, id: int) -> RowLocation:
         raise IdError(f"where(table={table!r}): id={id!r} is no int64. Pass an int from -2**63 to 2**63 - 1.")
     collection = _collection_of(module, table)
     if isinstance(collection, ShardedHashCollection):
-        return _where_sharded(collection, table, id)
+        return _where_sharded(collection, table, id, column)
     return _where_unsharded(collection.bag_of(table), id)
 
 
@@ -119,14 +123,23 @@ def _names(collection: ShardedHashCollection | HashCollection) -> list[str]:
     return [table.name for table in collection.table_configs]
 
 
-def _where_sharded(collection: ShardedHashCollection, table: str, id: int) -> RowLocation:
+def _where_sharded(collection: ShardedHashCollection, table: str, id: int, column: int) -> RowLocation:
+    parts = [part for part in collection.routing.parts if part.table.name == table]
+    found = [part for part in parts if part.first_column <= column < part.first_column + part.dim]
+    if not found:
+        raise ConfigError(
+            f"where: column={column!r} of table {table!r}. It has {parts[0].table.embedding_dim} columns."
+        )
+    part = found[0]
     lookup, group = collection.lookup, collection.host_group
     key = int(mix64(torch.tensor([id])))
     fields: dict[str, Any] = {"table": table, "id": id, "rank": group.rank(), "world_size": group.size()}
-    owner = key % 2**64 % group.size()
+    if not part.is_whole:
+        fields["columns"] = (part.first_column, part.first_column + part.dim - 1)
+    owner = key % 2**64 % group.size() if part.owner is None else part.owner
     if owner != group.rank():
         return RowLocation(owner=owner, tier="other rank", **fields)
-    t = lookup.table_names.index(table)
+    t = collection.parts.index(part)
     last = time.monotonic() + PATIENCE_SECONDS
     while True:
         with lookup.log.lock:

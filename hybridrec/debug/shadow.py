@@ -160,7 +160,9 @@ class ShadowCollection:
         except VerifyError as e:
             found = e.difference
             if found.id is not None:
-                found = dataclasses.replace(found, where=where(self._module, found.table, found.id))
+                found = dataclasses.replace(
+                    found, where=where(self._module, found.table, found.id, column=found.column)
+                )
             self._result.difference = found
             self.end()
             raise VerifyError(found) from None
@@ -284,18 +286,18 @@ class ShadowCollection:
         ids = unmix64(torch.from_numpy(unique.keys_U[wrong])).numpy()
         first = int(wrong[ids.argmin()])
         column = int((expected[first].view(torch.int32) != actual[first].view(torch.int32)).nonzero()[0])
-        name, table = self._lookup.table_names[t], record_names(self._lookup, t)
+        shard, table = self._module.parts[t], record_names(self._lookup, t)
         part, columns = next((n, c) for n, c in table.items() if c.start <= column < c.stop)
         raise VerifyError(
             Difference(
                 rank=self._rank,
                 step=step,
-                table=name,
+                table=shard.table.name,
                 id=int(ids.min()),
                 num_ids=len(wrong),
                 moment=moment,
                 part=part,
-                column=column - columns.start,
+                column=column - columns.start + shard.first_column,
                 expected=expected[first, column].item(),
                 got=actual[first, column].item(),
             )

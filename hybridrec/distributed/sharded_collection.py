@@ -46,7 +46,7 @@ from hybridrec.distributed.verdict import Withdrawn, agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import TableStats, sum_stats
-from hybridrec.store.row_export import RowExport
+from hybridrec.store.row_export import RowChunk, RowExport
 
 
 @dataclass
@@ -333,15 +333,21 @@ class ShardedHashCollection(
         host. Collective.
 
         Args:
-            table: Its name.
+            table: Its name; of a column-wise table with the columns, as in ``"t[0:32]"``.
             chunk_rows: Most rows of a chunk; None: chunks of 4 MiB.
 
+        Returns:
+            Nothing but an empty export on a rank that holds none of the table.
+
         Raises:
-            ConfigError: There is no such table.
+            ConfigError: There is no such table; the same on all ranks.
         """
-        if table not in self._lookups[0].table_names:
-            raise ConfigError(f"export_rows: there is no table {table!r}. Tables: {self._lookups[0].table_names}.")
+        names = [part.name for part in self._routing.parts]
+        if table not in names:
+            raise ConfigError(f"export_rows: there is no table {table!r}. Tables: {names}.")
         self.take_back_prepared()
+        if table not in self._lookups[0].table_names:
+            return RowExport(0, 1 if chunk_rows is None else chunk_rows, _no_rows, lambda: None)
         return self._lookups[0].export_rows(table, chunk_rows=chunk_rows)
 
     def owner_of_table(self, table: str) -> int | None:
@@ -439,3 +445,7 @@ class _Slots(nn.Module):
                 f"{call} of {self._path!r}: by itself it is no checkpoint, the rows are in the state_dict of its "
                 "collection. Call it for the model, or for the collection."
             )
+
+
+def _no_rows(num_rows: int) -> RowChunk:
+    raise AssertionError(f"an empty export was asked for {num_rows} rows")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -138,3 +140,27 @@ def test_seeds_and_names_tell_tables_apart(core: CoreName) -> None:
 
 def test_no_rows(core: CoreName) -> None:
     assert rows(make_spec(InitKind.NORMAL, 0.0, 1.0), [], core).shape == (0, 3)
+
+
+@pytest.mark.parametrize("core", ["compiled", "reference"])
+@pytest.mark.parametrize("kind", [InitKind.UNIFORM, InitKind.NORMAL, InitKind.CONSTANT])
+def test_a_column_shard_has_the_columns_of_its_table(core: CoreName, kind: InitKind) -> None:
+    whole = ShardSpec(
+        name="t",
+        dim=9,
+        num_row_states=0,
+        num_row_wise_states=0,
+        state_initial_values=(),
+        num_slots=1,
+        planned_rows=1,
+        table_seed=5,
+        init_kind=kind,
+        init_a=-0.5,
+        init_b=0.5,
+    )
+    keys = torch.tensor([0, -1, 2**63 - 1, -(2**63), 77])
+    rows = initial_rows(whole, keys, core=core)
+    for first in range(9):
+        for dim in range(1, 10 - first):
+            part = dataclasses.replace(whole, dim=dim, first_column=first)
+            assert torch.equal(initial_rows(part, keys, core=core), rows[:, first : first + dim])
