@@ -109,6 +109,4 @@ def agree(
     message = bytes(everyone[first].tolist())
     length = int.from_bytes(message[_LENGTH:_HEADER_BYTES], "little")
     text = message[_HEADER_BYTES : _HEADER_BYTES + length].decode(errors="replace")
-    return _CLASSES[message[_CLASS]](
-        f"{text} (refused by rank {first}; {aftermath} on all {host_group.size()} ranks)"
-    )
+    return _CLASSES[message[_CLASS]](f"{text} (refused by rank {first}; {aftermath} on all {host_group.size()} ranks)")
