@@ -334,7 +334,7 @@ class ShardedHashCollection(
 
         Args:
             table: Its name; of a column-wise table with the columns, as in ``"t[0:32]"``.
-            chunk_rows: Most rows of a chunk; None: chunks of 4 MiB.
+            chunk_rows: Most rows of a chunk; None: chunks of 256 KiB.
 
         Returns:
             Nothing but an empty export on a rank that holds none of the table.

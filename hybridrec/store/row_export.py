@@ -12,7 +12,7 @@ from hybridrec.errors import ConfigError
 from hybridrec.native import ShardGroup
 from hybridrec.store.row_state_layout import FLOAT_BYTES, RowStateLayout
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**18
 """Records of a chunk, unless the caller asks for a number of rows: little enough that training hardly waits for it."""
 
 
