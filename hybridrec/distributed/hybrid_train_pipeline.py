@@ -21,11 +21,12 @@ from torch.autograd.profiler import record_function
 from torchrec.streamable import Pipelineable
 
 from hybridrec._compat.train_pipeline import TrainPipelineSparseDist
-from hybridrec.backend import parse_device, resolve_backend
+from hybridrec.backend import resolve_backend
 from hybridrec.distributed.end_of_data import EndOfData, Groups
 from hybridrec.distributed.host_thread import HostThread, host_thread_of
 from hybridrec.distributed.in_flight import BatchState, InFlightBatch, Mode, Source
 from hybridrec.distributed.model_calls import Inputs, ModelCalls
+from hybridrec.distributed.pipeline_arguments import MAX_DEPTH, check_arguments
 from hybridrec.distributed.pipeline_clock import PipelineClock
 from hybridrec.distributed.pipelined_call import PipelinedCall
 from hybridrec.distributed.stages import HostStages, stage
@@ -38,10 +39,6 @@ from hybridrec.types import UnevenRanks
 logger = logging.getLogger("hybridrec")
 
 MANY_SOURCES = 4
-MIN_DEAD_SECONDS = 10.0
-"""Five heartbeats; see `watchdog`."""
-MAX_DEPTH = 12
-"""As deep as store evictions are decided alike; see docs/design/transaction.md, "Order"."""
 
 
 class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[misc]
@@ -97,23 +94,9 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         Raises:
             ConfigError: An argument cannot be honoured, or the model's host group is not its own.
         """
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model has type {type(model).__name__}. Pass the sharded nn.Module.")
-        parsed = parse_device(device)
-        if parsed is None:
-            raise ConfigError("device=None. Pass the device of the model, for example torch.device('cpu').")
-        if apply_jit:
-            raise ConfigError("apply_jit=True: torch.jit.script of the dense part is not available. Pass False.")
-        if isinstance(pipe_n_batch, bool) or not isinstance(pipe_n_batch, int) or not 1 <= pipe_n_batch <= MAX_DEPTH:
-            raise ConfigError(
-                f"pipe_n_batch={pipe_n_batch!r}: it is how many batches are taken and not yet released, the computing "
-                f"one included. Accepted: an int from 1 (no prefetch) to {MAX_DEPTH}."
-            )
-        for call in ("zero_grad", "step"):
-            if not callable(getattr(optimizer, call, None)):
-                raise ConfigError(
-                    f"optimizer has type {type(optimizer).__name__}, without {call}(). Pass an optimizer."
-                )
+        parsed = check_arguments(
+            model, optimizer, device, apply_jit=apply_jit, depth=pipe_n_batch, dead_rank_seconds=dead_rank_seconds
+        )
         self._backend = resolve_backend(parsed.type)
         parsed = self._backend.indexed(parsed)  # the host thread has a current device of its own
         super().__init__(model, optimizer, parsed, execute_all_batches=bool(execute_all_batches))
@@ -132,11 +115,6 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         self._calls = ModelCalls(
             self, self._backend, parsed, self._data_dist_stream, inputs=inputs, is_strict=bool(strict)
         )
-        if dead_rank_seconds is not None and not _is_patience(dead_rank_seconds):
-            raise ConfigError(
-                f"dead_rank_seconds={dead_rank_seconds!r}. Pass a number of seconds from {MIN_DEAD_SECONDS:g} on, "
-                "below which a rank that is only busy would count as dead, or None."
-            )
         self._dead_rank_seconds = dead_rank_seconds
         self._group = StepGroup(accumulation_steps, depth=pipe_n_batch, max_open=MAX_DEPTH)
         self._use(model)
@@ -593,8 +571,3 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
             batch.move_to(BatchState.DROPPED)
         self._num_dropped += sum(not batch.is_end for batch in source.queue)
         source.queue.clear()
-
-
-def _is_patience(seconds: Any) -> bool:
-    """Whether a value can be ``dead_rank_seconds``."""
-    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds >= MIN_DEAD_SECONDS
