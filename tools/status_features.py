@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIMNPU = "tests/simnpu/"
+GPU = "tests/cuda/test_gpu.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ FEATURES = (
         title_zh="预先填充的缓存的各种隐患,逐一命名,在流水线和普通循环中",
         cpu=_distributed("hazards.py"),
         simulated=(f"{SIMNPU}test_hazards.py",),
+        cuda=(f"{GPU}::test_hazards",),
     ),
     Feature(
         title="a batch with more rows than the device tier holds is trained exactly, in passes; counted, warned of "
@@ -128,6 +130,7 @@ FEATURES = (
         title_zh="训练前用已知数值试验集合通信;与发送内容不符时拒绝训练",
         cpu=_distributed("exchange_check.py"),
         simulated=(f"{SIMNPU}test_collective_check.py", f"{SIMNPU}test_self_test.py"),
+        cuda=(f"{GPU}::test_streams_copies_and_collectives",),
     ),
     Feature(
         title="two launchers with one rank each train what one with two ranks does",
@@ -139,9 +142,56 @@ FEATURES = (
         "with the same rows",
         title_zh="被杀死的训练从最近的快照继续,逐比特一致;换用其他 rank 数时行相同",
         cpu=("tests/checkpoint/",),
+        simulated=(f"{SIMNPU}test_checkpoint.py",),
     ),
     Feature(
-        title="quantised serving, table- and column-wise sharding (not there yet: refused by name)",
-        title_zh="量化推理、按表和按列分片(尚无:指名拒绝)",
+        title="sequences: losses, rows and states equal an unlimited table's bit for bit, with repeated ids sent once "
+        "and without",
+        title_zh="序列:损失、行和状态与不限容量的表逐比特一致,重复的 ID 只发送一次或逐个发送",
+        cpu=_distributed("sequence_oracle.py", "sequences.py", "sequence_mutants.py"),
+        simulated=(f"{SIMNPU}test_sequences.py",),
+    ),
+    Feature(
+        title="row-wise, table-wise and column-wise tables in one collection: the same bits; planned, evicted, refused",
+        title_zh="同一 collection 中按行、按表、按列分片的表:逐比特一致;规划、淘汰、拒绝",
+        cpu=_distributed(
+            "sharding_types.py",
+            "plan_sharding_types.py",
+            "capacity.py::test_shards_of_one_table",
+            "capacity.py::test_a_full_table_of_one_rank",
+        ),
+        simulated=(f"{SIMNPU}test_sharding_types.py",),
+    ),
+    Feature(
+        title="one step for the gradients of several batches equals one batch of all; frozen tables are read, not "
+        "stepped",
+        title_zh="多个批次梯度的一次更新等于一个合并批次;冻结的表只读不更新",
+        cpu=_distributed("accumulation.py", "accumulated_sequences.py", "frozen_tables.py"),
+        simulated=(f"{SIMNPU}test_accumulation.py",),
+    ),
+    Feature(
+        title="optimizers of both routes, learning rates and TorchRec's modules, beside TorchRec on the same numbers",
+        title_zh="两种途径的优化器、学习率和 TorchRec 的模块,与 TorchRec 在相同数据上对照",
+        cpu=(*_distributed("optimizers_beside_torchrec.py"), "tests/conformance/"),
+    ),
+    Feature(
+        title="frozen and quantised tables: evaluation's bits as float32, within the reported error else; traced, "
+        "scripted, exported, from C++",
+        title_zh="冻结和量化的表:float32 时与评估逐比特一致,否则在所报告的误差之内;可追踪、脚本化、导出,可用于 C++",
+        cpu=("tests/inference/",),
+    ),
+    Feature(
+        title="FBGEMM's kernels on the device, after a trial with known values; plain operators where they fail",
+        title_zh="设备上的 FBGEMM 内核,先以已知数值试验;失败时由普通算子服务",
+        cpu=("tests/unit/kernels/test_device_tables.py",),
+        simulated=(f"{SIMNPU}test_ascend_kernels.py",),
+        cuda=(f"{GPU}::test_fbgemm_s_kernels",),
+    ),
+    Feature(
+        title="on one device, cached and pipelined: the bits of all rows on the device, unpipelined; nothing waits "
+        "and nothing is allocated once warm",
+        title_zh="在单个设备上,带缓存和流水线:与所有行在设备上、无流水线时逐比特一致;预热后不等待,不分配",
+        simulated=("tests/cuda/test_bodies.py",),
+        cuda=(GPU,),
     ),
 )
