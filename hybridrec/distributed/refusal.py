@@ -17,13 +17,14 @@ def refusal_error(plan: Plan, table: ShardTable | None, *, rank: int, world_size
     needed, available = f"{plan.needed:,}", f"{plan.available:,}"
     if plan.status == PlanStatus.QUOTA:
         assert table is not None
+        whose = "max_rows, of one rank" if table.is_owned else f"max_rows over {world_size} ranks"
         if table.spec.full_policy == "evict":
             return CapacityError(
-                f"{where}: the batch needs {needed} rows, the quota is {available} (max_rows over {world_size} ranks), "
-                "and too few rows have been unused for 12 batches to be evicted. Raise max_rows."
+                f"{where}: the batch needs {needed} rows, the quota is {available} ({whose}), and "
+                "too few rows have been unused for 12 batches to be evicted. Raise max_rows."
             )
         return CapacityError(
-            f"{where}: the batch needs {needed} rows and the quota is {available} (max_rows over {world_size} ranks, "
+            f"{where}: the batch needs {needed} rows and the quota is {available} ({whose}, "
             "full_policy='error'). Raise max_rows, or choose full_policy='evict' or 'grow'."
         )
     if plan.status == PlanStatus.HOST_BUDGET and plan.available == 0:

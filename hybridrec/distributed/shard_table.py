@@ -19,6 +19,8 @@ class ShardTable:
     placed: ShardPlacement
     layout: RowStateLayout
     optimizer: OptimizerSpec
+    is_owned: bool = False
+    """Whether this rank has all rows."""
     is_frozen: bool = False
     """Whether ``requires_grad`` is False when it is sharded."""
     num_features: int

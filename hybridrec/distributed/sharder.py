@@ -318,6 +318,7 @@ def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
         placed=placed,
         layout=layout,
         optimizer=optimizer,
+        is_owned=part.owner is not None,
         is_frozen=planned.is_frozen,
         num_features=part.num_features,
         kernel=planned.kernel.name,

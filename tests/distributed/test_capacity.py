@@ -27,8 +27,8 @@ from hybridrec import (
 )
 from hybridrec._compat.fbgemm import HAS_PREALLOCATED_HOST_BUFFERS
 from hybridrec.distributed import lookup
-from tests.distributed.oracle import Table, initial_row, mix64, owner
-from tests.distributed.scenario import state_of
+from tests.distributed.oracle import Table, initial_row, mix64, parts_of
+from tests.distributed.scenario import give_to_owners, state_of
 from tests.ranks import RankPool
 
 DIM = 8
@@ -50,8 +50,10 @@ def shard(
     kernel: str = "fused_uvm_caching",
     num_embeddings: int = 1000,
     host_memory_bytes: int | None = None,
+    owners: tuple[tuple[int, int], ...] = (),
     **table: object,
 ) -> DistributedModelParallel:
+    """``owners``: as of the oracle's `Table`."""
     config = HashEmbeddingBagConfig(
         name="t",
         num_embeddings=num_embeddings,
@@ -71,6 +73,9 @@ def shard(
         constraints={"t": ParameterConstraints(compute_kernels=[kernel])},
     )
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
+    if owners:
+        owned = Table(name="t", dim=dim, features=("f",), owners=owners)
+        plan.plan["ebc"]["t"] = give_to_owners(plan.plan["ebc"]["t"], owned, world_size)
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
@@ -102,31 +107,35 @@ class EvictingModel:
                 self.evicted.append(i)
 
 
-def evicting_run(max_rows: int, device_rows: int, steps: int) -> dict[str, object]:
+def evicting_run(
+    max_rows: int, device_rows: int, steps: int, owners: tuple[tuple[int, int], ...] = ()
+) -> dict[str, object]:
     """Live ids after every step, as the model says; rows that came back were initial again."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dmp = shard(device_rows=device_rows, max_rows=max_rows, full_policy="evict")
-    model = EvictingModel(-(-max_rows // world_size))
-    table = Table(name="t", dim=DIM, features=("f",))
+    dmp = shard(device_rows=device_rows, max_rows=max_rows, full_policy="evict", owners=owners)
+    model = EvictingModel(max_rows if owners else -(-max_rows // world_size))
+    table = Table(name="t", dim=DIM, features=("f",), owners=owners)
+    parts = [part for part in parts_of(table, world_size) if part.owner in (None, rank)]
     wrong = ""
     for step in range(steps):
         everyone = [ids_of(step, r) for r in range(world_size)]
-        mine = {i for ids in everyone for i in ids if owner(i, world_size) == rank}
+        mine = {i for ids in everyone for i in ids if any(part.has(i, rank, world_size) for part in parts)}
         born = mine - set(model.last_use)
         loss = dmp(bag_of(everyone[rank]))
-        (rows,) = state_of(dmp)
-        for i in born:
-            if not np.array_equal(rows[i], initial_row(table, i)):
-                wrong = wrong or f"step {step}: id {i} came back as {rows[i]}"
+        for part, rows in zip(parts, state_of(dmp), strict=True):
+            for i in born:
+                if not np.array_equal(rows[i], initial_row(table, i)[part.first : part.first + part.dim]):
+                    wrong = wrong or f"step {step}: id {i} came back as {rows[i]}"
         loss.backward()
         model.step(mine)
-        (rows,) = state_of(dmp)
-        if set(rows) != set(model.last_use):
-            wrong = wrong or f"step {step}: {sorted(set(rows) ^ set(model.last_use))[:4]} should not differ"
+        for rows in state_of(dmp):
+            if set(rows) != set(model.last_use):
+                wrong = wrong or f"step {step}: {sorted(set(rows) ^ set(model.last_use))[:4]} should not differ"
     (stats,) = dmp.module.ebc.stats()
-    if stats.evicted != len(model.evicted):
-        wrong = wrong or f"{stats.evicted} counted as evicted, not {len(model.evicted)}"
-    return {"wrong": wrong, "evicted": model.evicted, "bits": {i: row.tobytes() for i, row in rows.items()}}
+    if stats.evicted != len(parts) * len(model.evicted):
+        wrong = wrong or f"{stats.evicted} counted as evicted, not {len(parts)} x {len(model.evicted)}"
+    bits = [{i: row.tobytes() for i, row in rows.items()} for rows in state_of(dmp)]
+    return {"wrong": wrong, "evicted": model.evicted, "bits": bits}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -140,14 +149,33 @@ def test_evict_drops_the_rows_that_the_rule_names(pools: dict[int, RankPool], wo
         assert small["bits"] == large["bits"]
 
 
-def refused(kind: str) -> dict[str, object]:
+OWNERS = {"table_wise": ((DIM, 1),), "column_wise": ((3, 1), (4, 0), (1, 1))}
+
+
+@pytest.mark.parametrize("sharding_type", list(OWNERS))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_shards_of_one_table_evict_the_same_ids(
+    pools: dict[int, RankPool], world_size: int, sharding_type: str
+) -> None:
+    """Each has the whole quota and sees all ids."""
+    quota, owners = (104 if world_size == 3 else 90), OWNERS[sharding_type]
+    runs = [pools[world_size].run(evicting_run, quota, device_rows, 60, owners) for device_rows in (12, 64)]
+    for small, large in zip(*runs, strict=True):
+        assert small["wrong"] == large["wrong"] == ""
+        assert small["bits"] == large["bits"] and small["evicted"] == large["evicted"]
+    having = [rank["evicted"] for rank in runs[0] if rank["bits"]]
+    assert len(having) == len({owner % world_size for _, owner in owners})
+    assert having[0] and having == having[:1] * len(having)
+
+
+def refused(kind: str, owners: tuple[tuple[int, int], ...] = ()) -> dict[str, object]:
     """Train until the table is full; then the next new row is refused, and known ones still train."""
     arguments: dict[str, object] = {"max_rows": 40, "full_policy": "error"}
     if kind == "evict":  # nothing is old enough to be evicted
         arguments = {"max_rows": 40, "full_policy": "evict"}
     elif kind == "budget":
         arguments = {"host_memory_bytes": 300_000, "device_rows": 200}
-    dmp = shard(**arguments)
+    dmp = shard(owners=owners, **arguments)
     error, first = "", list(range(10))
     for step in range(400):
         ids = list(range(10 * step, 10 * step + 10))
@@ -156,13 +184,16 @@ def refused(kind: str) -> dict[str, object]:
         except CapacityError as e:
             error = str(e)
             break
-    (before,) = state_of(dmp)
+    before = state_of(dmp)
     dmp(bag_of(first)).backward()
-    (after,) = state_of(dmp)
+    after = state_of(dmp)
     (stats,) = dmp.module.ebc.stats()
     return {
         "error": error,
-        "known rows train": set(before) == set(after) and any(not np.array_equal(before[i], after[i]) for i in before),
+        "known rows train": [
+            set(old) == set(new) and any(not np.array_equal(old[i], new[i]) for i in old)
+            for old, new in zip(before, after, strict=True)
+        ],
         "rejected": stats.rejected,
         "rows": stats.rows,
     }
@@ -178,9 +209,23 @@ def test_full_table_is_refused(pools: dict[int, RankPool], world_size: int, kind
     for result in results:
         assert "table 't'" in result["error"] and match in result["error"], result
         assert result["rows"] > 0
-    assert any(r["known rows train"] for r in results)
+    assert any(all(r["known rows train"]) for r in results)
     assert sum(r["rejected"] for r in results) >= 1
     assert len({r["error"] for r in results}) == 1
+
+
+@pytest.mark.parametrize("sharding_type", list(OWNERS))
+@pytest.mark.parametrize("kind", ["error", "evict"])
+def test_a_full_table_of_one_rank_is_refused(pool_2: RankPool, kind: str, sharding_type: str) -> None:
+    """All of its shards are full at once; the ranks that have none refuse with them."""
+    owners = OWNERS[sharding_type]
+    results = pool_2.run(refused, kind, owners)
+    assert len({r["error"] for r in results}) == 1
+    assert "the quota is 40 (max_rows" in results[0]["error"] and "2 ranks, full" not in results[0]["error"]
+    for rank, result in enumerate(results):
+        num_shards = sum(owner == rank for _, owner in owners)
+        assert result["rows"] == 40 * num_shards and result["known rows train"] == [True] * num_shards
+        assert (result["rejected"] > 0) == (num_shards > 0)
 
 
 def warnings_near_budget(device_rows: int) -> list[str]:

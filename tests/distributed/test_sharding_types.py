@@ -18,7 +18,9 @@ from hybridrec.distributed.input_dist import Router
 from hybridrec.distributed.output_columns import OutputColumns
 from tests.distributed.oracle import Table
 from tests.distributed.pipelines import run_pipeline_against_oracle
-from tests.distributed.scenario import Scenario, build, device_rows, make_batch, run_against_oracle, to_kjt
+from tests.distributed.scenario import TABLES, Scenario, build, device_rows, make_batch, run_against_oracle, to_kjt
+from tests.distributed.test_uneven_ranks import one_epoch
+from tests.distributed.test_vbe import train_variable
 from tests.ranks import RankFailure, RankPool
 
 MIXED = (
@@ -70,6 +72,44 @@ def test_mixed(pools: dict[int, RankPool], world_size: int, cache: str, optimize
 def test_mixed_in_a_pipeline(pools: dict[int, RankPool], world_size: int, cache: str, depth: int) -> None:
     scenario = Scenario(tables=MIXED, cache=cache, optimizer="adam", steps=24, batch_size=5, ids_per_table=200)
     pools[world_size].run(run_pipeline_against_oracle, scenario, depth)
+
+
+WHOLE_ROWS = tuple(t for t in MIXED if len(t.owners) < 2)
+"""What may have one value a row."""
+
+
+@pytest.mark.parametrize(("world_size", "depth"), [(2, 0), (3, 3)])
+def test_row_wise_state_of_row_wise_and_table_wise_tables(
+    pools: dict[int, RankPool], world_size: int, depth: int
+) -> None:
+    """Depth 0: a plain loop."""
+    scenario = Scenario(tables=WHOLE_ROWS, optimizer="rowwise_adagrad", steps=24, batch_size=5, ids_per_table=200)
+    if depth:
+        pools[world_size].run(run_pipeline_against_oracle, scenario, depth)
+    else:
+        check(pools[world_size], scenario)
+
+
+VARIABLE = (
+    dataclasses.replace(TABLES[0], owners=((5, 1), (3, 0))),
+    dataclasses.replace(TABLES[1], owners=((4, 1),)),
+    TABLES[2],
+)
+"""The tables of the tests of variable batches, sharded otherwise."""
+
+
+@pytest.mark.parametrize("depth", [None, 3])
+def test_variable_batches(pool_2: RankPool, depth: int | None) -> None:
+    """None: a plain loop."""
+    scenario = Scenario(tables=VARIABLE, steps=15, ids_per_table=60)
+    assert all(loads > 0 for loads in pool_2.run(train_variable, scenario, depth))
+
+
+@pytest.mark.parametrize("uneven_ranks", ["stop", "drain"])
+def test_ranks_with_different_numbers_of_batches_end_together(pool_2: RankPool, uneven_ranks: str) -> None:
+    """The rank that ends first owns tables, and serves the other's batches."""
+    scenario = Scenario(tables=MIXED, optimizer="adam", cache="tenth", steps=12, ids_per_table=200)
+    pool_2.run(one_epoch, (7, 5), 3, uneven_ranks, True, True, scenario)
 
 
 def one_id_a_bag(scenario: Scenario) -> list[float]:

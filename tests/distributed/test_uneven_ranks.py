@@ -22,7 +22,7 @@ from tests.distributed import oracle as oracle_module
 from tests.distributed import scenario as scenario_module
 from tests.distributed.oracle import Batch
 from tests.distributed.pipelines import Counted, PipelineBatch, check_pins, mine, settle
-from tests.distributed.scenario import compare_state, make_batch, raise_together, state_of
+from tests.distributed.scenario import Scenario, compare_state, make_batch, raise_together, state_of
 from tests.distributed.test_pipeline_life import SCENARIO, Run
 from tests.ranks import RankPool, RankPools
 
@@ -55,10 +55,12 @@ def shortened(batch: Batch, num_bags: int) -> Batch:
 class Uneven(Run):
     """A run whose ranks have their own numbers of batches."""
 
-    def __init__(self, counts: Sequence[int], depth: int, uneven_ranks: str, **kwargs: Any) -> None:
+    def __init__(
+        self, counts: Sequence[int], depth: int, uneven_ranks: str, scenario: Scenario = SCENARIO, **kwargs: Any
+    ) -> None:
         if uneven_ranks == "drain":
             kwargs["make_empty_batch"] = make_empty
-        super().__init__(depth, dataclasses.replace(SCENARIO, steps=12), uneven_ranks=uneven_ranks, **kwargs)
+        super().__init__(depth, dataclasses.replace(scenario, steps=12), uneven_ranks=uneven_ranks, **kwargs)
         self.counts = counts
         last = counts[-1] - 1  # the last batch of the last rank is of another size
         if last >= 0:
@@ -99,8 +101,15 @@ class Kept(logging.Handler):
         logging.getLogger("hybridrec").removeHandler(self)
 
 
-def one_epoch(counts: Sequence[int], depth: int, uneven_ranks: str, execute_all: bool, train: bool) -> list[str]:
-    run = Uneven(counts, depth, uneven_ranks, execute_all_batches=execute_all)
+def one_epoch(
+    counts: Sequence[int],
+    depth: int,
+    uneven_ranks: str,
+    execute_all: bool,
+    train: bool,
+    scenario: Scenario = SCENARIO,
+) -> list[str]:
+    run = Uneven(counts, depth, uneven_ranks, scenario, execute_all_batches=execute_all)
     run.dmp.train(train)
     common = min(counts) if uneven_ranks == "stop" else max(counts)
     steps = common if execute_all else max(0, common - (depth - 1))
