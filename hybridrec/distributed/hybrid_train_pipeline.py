@@ -454,7 +454,7 @@ class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[mi
         host_group = None if self._groups is None else self._groups.host
         self._stages = HostStages(self._calls.hashed, self._thread, self._backend, self._device, host_group)
         for call in self._calls.hashed:
-            call.module.lookup.batches_in_flight = self._group.num_open
+            call.module.lookup.growth.batches_in_flight = self._group.num_open
 
     # ---- one batch's step ----------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ Owns the shard group, the kernels and the transaction log. Knows nothing of othe
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +23,11 @@ from hybridrec.distributed.mapped_batch import KernelInput as KernelInput
 from hybridrec.distributed.mapped_batch import MappedBatch as MappedBatch
 from hybridrec.distributed.mapped_batch import offsets_of_features
 from hybridrec.distributed.oversized import Occurrences, PassLookup
-from hybridrec.distributed.placement import Placement
 from hybridrec.distributed.refusal import refusal_error
 from hybridrec.distributed.row_reader import RowReader
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.shard_watch import ShardWatch
+from hybridrec.distributed.slot_growth import SlotGrowth
 from hybridrec.distributed.slot_parameter import SlotParameter, slot_parameter
 from hybridrec.errors import CapacityError, HybridRecError, StateError
 from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
@@ -38,8 +37,6 @@ from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import Plan, PlanStatus
 from hybridrec.store.row_export import RowChunk, RowExport, export_shard
 from hybridrec.types import SlotArrays
-
-logger = logging.getLogger("hybridrec")
 
 MAX_CORE_THREADS = 8
 """Threads of the native core: as many as torch has, but no more. They change no result."""
@@ -93,7 +90,6 @@ class PooledLookup(nn.Module):
             host_budget_bytes=host_budget_bytes,
             num_threads=min(torch.get_num_threads(), MAX_CORE_THREADS),
         )
-        self._num_slots = [table.placed.num_slots for table in self._tables]
         self._params = [
             slot_parameter(self._slot_arrays(t).weights, table.name, is_frozen=table.is_frozen)
             for t, table in enumerate(self._tables)
@@ -106,24 +102,29 @@ class PooledLookup(nn.Module):
         self.log = TransactionLog(self._group, swapper)
         for t in range(len(self._tables)):
             self._publish_slots(t)
+        where = f"rank {rank} of {world_size}"
+        self.growth = SlotGrowth(
+            self._tables,
+            self._kernels,
+            self._place_of_table,
+            self.log,
+            self._publish_slots,
+            backend,
+            device,
+            where=where,
+        )
+        """Of the slots of tables that keep only batches in flight there."""
         self.gradients = GradientGroup(self)
         """Of batches whose rows are not stepped yet."""
         self._passes = PassLookup(self._kernels, self._place_of_table, self.log, backend, device)
         self._reader = RowReader(self._kernels, self._place_of_table, self.log, backend, device)
         if not backend.is_host_memory:  # what made the slots is still on its way
             self.log.read_until(backend.record_event(backend.current_stream(device)))
-        self._watch = ShardWatch(
-            self._group, self._tables, where=f"rank {rank} of {world_size}", host_budget_bytes=host_budget_bytes
-        )
+        self._watch = ShardWatch(self._group, self._tables, where=where, host_budget_bytes=host_budget_bytes)
         # What makes autograd record the lookup: the kernels update rows themselves, no parameter gets a gradient.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._num_retries = [0] * len(self._tables)
         self._num_oversized = [0] * len(self._tables)
-        self.batches_in_flight = 1
-        """How many batches a pipeline wants to have slots at a time: what growing slots make room for."""
-        self._wanted_slots = [0] * len(self._tables)
-        self._wants_slots: set[int] = set()
-        self._growing = [t for t, table in enumerate(self._tables) if table.placed.placement is Placement.HOST]
 
     @property
     def device(self) -> torch.device:
@@ -209,8 +210,7 @@ class PooledLookup(nn.Module):
             self.log.settle()
             if self.log.is_any_aside and may_wait is not None and self.log.wait_for_release(seen, may_wait):
                 continue  # it needs every row where it stays until it is done
-            for t in list(self._wants_slots):
-                self._grow_slots(t)
+            self.growth.grow_all()
             planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
             if isinstance(planned, BatchTransaction):
                 self._watch.planned(planned.plan)
@@ -218,7 +218,7 @@ class PooledLookup(nn.Module):
                 return MappedBatch(transaction=planned, lease=lease, keys=keys, feature_offsets=feature_offsets)
             if planned.status != PlanStatus.NO_SLOTS:
                 return self._refusal(planned)
-            has_grown = self._fits_without_pins(planned.table, planned.needed) and self._grow_slots(planned.table)
+            has_grown = self.growth.fits_without_pins(planned.table, planned.needed) and self.growth.grow(planned.table)
             self._num_retries[planned.table] += 1
             if has_grown:
                 continue
@@ -238,7 +238,7 @@ class PooledLookup(nn.Module):
             return CapacityError(f"rank {self._rank} of {self._world_size}: {e} Raise host_memory_bytes.")
         if not isinstance(result, BatchTransaction):
             return self._refusal(result)
-        self._watch.oversized(planned, slots=self._num_slots[planned.table])
+        self._watch.oversized(planned, slots=self.growth.num_slots[planned.table])
         mapped = MappedBatch(transaction=result, lease=Lease(result), keys=keys, feature_offsets=feature_offsets)
         mapped.oversized_table = planned.table
         return mapped
@@ -353,7 +353,7 @@ class PooledLookup(nn.Module):
                 table=table.name,
                 rank=self._rank,
                 kernel=table.kernel,
-                slots=self._num_slots[t],
+                slots=self.growth.num_slots[t],
                 oversized=self._num_oversized[t],
                 oversized_bytes=self._passes.moved_bytes[t],
                 **self._counters(t),
@@ -494,51 +494,6 @@ class PooledLookup(nn.Module):
         if self._backend.is_host_memory:
             self._group.bind_slots(table, *arrays)
 
-    def _fits_without_pins(self, table: int, needed: int) -> bool:
-        """Whether a batch fits the slots once no other is in flight; a table that keeps only those gets more."""
-        now = self._num_slots[table]
-        if table in self._growing:
-            room = needed * self.batches_in_flight
-            if room > now:
-                self._wanted_slots[table] = max(self._wanted_slots[table], room, now + now // 2)
-                self._wants_slots.add(table)
-            return True
-        return needed <= now
-
-    def _grow_slots(self, table: int) -> bool:
-        """As many slots as are wanted for a table that keeps only batches in flight there; whether it got any.
-
-        It does not while a batch is in flight in any table of its kernel, whose slots are about to move.
-        """
-        if table not in self._wants_slots:
-            return False
-        wanted = self._wanted_slots[table]
-        kernel, index = self._place_of_table[table]
-        if any(self._group.counters(t).pins for t in self.kernel_tables(kernel)):
-            return False
-        name = self._tables[table].name
-        logger.info("table %r: slots for batches in flight grow to %s", name, f"{wanted:,}")
-        sizes = [t.num_slots for t in self._kernels[kernel].spec.tables]
-        sizes[index] = wanted
-        with self.log.lock:
-            try:
-                self._group.resize_slots(table, wanted)
-            except StateError as e:  # the host budget
-                self._wanted_slots[table] = 0
-                self._wants_slots.discard(table)
-                raise CapacityError(
-                    f"table {name!r} (rank {self._rank} of {self._world_size}): {e} Raise host_memory_bytes, or make "
-                    "the batch smaller."
-                ) from e
-            self._backend.synchronize(self._device)  # other streams may still use what moves now; this is rare
-            self._kernels[kernel].resize(sizes)
-            self._backend.synchronize(self._device)
-            self._num_slots[table] = wanted
-            self._wants_slots.discard(table)
-            for t in self.kernel_tables(kernel):
-                self._publish_slots(t)
-        return True
-
     def require_whole(self) -> None:
         """Raise `StateError` if an update of rows has failed half-way."""
         if self.log.broken:
@@ -546,21 +501,6 @@ class PooledLookup(nn.Module):
                 f"rank {self._rank} of {self._world_size}: {self.log.broken}. Some rows are as before and some are "
                 "not, so this collection cannot be used any more. Start again from the last checkpoint."
             )
-
-
-class SequenceLookup(PooledLookup):
-    """The rows that this rank owns, not pooled: one for every id, in the order of the ids."""
-
-    is_pooled = False
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """What the kernels gave, as one tensor: float32 [N, D]."""
-        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-
-    def split(self, batch: MappedBatch, output: Tensor) -> tuple[Tensor, ...]:
-        """The parts of the kernels in something like the output of a batch."""
-        parts: tuple[Tensor, ...] = output.split(batch.feature_offsets[self._first_feature].diff().tolist())
-        return parts
 
 
 class _PooledLookup(torch.autograd.Function):

@@ -215,7 +215,7 @@ class ModelCalls:
             if calls_of(call.module) is call:
                 call.restore()
         for call in self.hashed:
-            call.module.lookup.batches_in_flight = 1
+            call.module.lookup.growth.batches_in_flight = 1
         self._is_attached = False
 
     def start_plain(self, batch: InFlightBatch) -> None:

@@ -9,7 +9,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 
 from hybridrec._compat.torchrec import EmbeddingComputeKernel
 from hybridrec.config import TableConfig
-from hybridrec.distributed.lookup import SequenceLookup
+from hybridrec.distributed.sequence_lookup import SequenceLookup
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.sharded_embedding import ShardedHashEmbeddingCollection
 from hybridrec.distributed.sharder import HashCollectionSharder

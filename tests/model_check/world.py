@@ -79,7 +79,7 @@ class World:
                 host_budget_bytes=0,
             )
         self.backend = backend
-        self.lookup.batches_in_flight = case.depth
+        self.lookup.growth.batches_in_flight = case.depth
         self.log, self.group = self.lookup.log, self.lookup.log.group
         self.table_of = {name: t for t, name in enumerate(self.lookup.table_names)}  # name -> index in the lookup
         self._keys = [f for features in self.oracle.features for f in features]
