@@ -157,45 +157,64 @@ class PlanningSession:
         theirs: Exception = error
         if self.available is None:
             return theirs
-        needs = self._fullest_rank()
-        room = self._room(needs, self.available)
-        message = None if room is None or not needs else describe_refusal(needs, room)
+        lead = dict[str, ShardingOption]()
+        for (fqn, _), of_type in _by_type(self.options).items():
+            lead.setdefault(fqn, of_type[0])
+        ranks = list[tuple[Sequence[Need], Room]]()
+        for needs in self._dealt_out(list(lead.values())):
+            room = self._room(needs, self.available)
+            if room is None:
+                return theirs
+            ranks.append((needs, room))
+        message = describe_refusal(ranks, [self._row_wise_need(option) for option in lead.values()])
         if message is None:
             return theirs
         refused: Exception = PlanCapacityError(message)
         return refused
 
-    def _fullest_rank(self) -> list[Need]:
-        """What the fullest rank would need, if shards of single ranks were dealt out, the largest first."""
+    def _dealt_out(self, options: Sequence[ShardingOption]) -> list[list[Need]]:
+        """What each rank would need, if shards of single ranks were dealt out, the largest first."""
         shared, owned = list[Need](), list[Need]()
-        lead = dict[str, ShardingOption]()
-        for (fqn, _), of_type in _by_type(self.options).items():
-            lead.setdefault(fqn, of_type[0])
-        for option in lead.values():
-            is_shared = option.sharding_type == ROW_WISE
-            for shard, accounted in zip(option.shards, self.accounted(option), strict=True):
-                demand, _ = _demand(option).of_shard(option.sharding_type, shard.size[1], self.topology.world_size)
-                if len(option.shards) > 1 and not is_shared:
-                    first, dim = shard.offset[1], shard.size[1]
-                    demand = dataclasses.replace(demand, shard_name=f"{option.name}[{first}:{first + dim}]")
-                need = Need(
-                    demand=demand,
-                    option=option,
-                    storage=shard.storage,
-                    is_owned=not is_shared,
-                    batch_rows=self.batch_rows(option),
-                    accounted=accounted,
-                    is_size_free=option.fqn in self._free_caches and _is_cached(option),
-                )
-                (shared if is_shared else owned).append(need)
-                if is_shared:
-                    break
+        for option in options:
+            if option.sharding_type == ROW_WISE:
+                shared.append(self._row_wise_need(option))
+            else:
+                owned += self._owned_needs(option)
         dealt: list[tuple[int, int, list[Need]]] = [(0, rank, []) for rank in range(self.topology.world_size)]
         owned.sort(key=lambda need: (-need.num_bytes, need.demand.name))
         for need in owned:
             taken, rank, theirs = heapq.heappop(dealt)
             heapq.heappush(dealt, (taken + need.num_bytes, rank, [*theirs, need]))
-        return [*shared, *max(dealt, key=lambda entry: (entry[0], -entry[1]))[2]]
+        return [[*shared, *theirs] for _, _, theirs in sorted(dealt, key=lambda entry: (-entry[0], entry[1]))]
+
+    def _row_wise_need(self, option: ShardingOption) -> Need:
+        """Of every rank, if the table is row-wise."""
+        return self._need(option, _demand(option), option.shards[0].storage, self.accounted(option)[0], is_owned=False)
+
+    def _owned_needs(self, option: ShardingOption) -> list[Need]:
+        """Of the rank of each of its shards."""
+        needs = []
+        for shard, accounted in zip(option.shards, self.accounted(option), strict=True):
+            demand, _ = _demand(option).of_shard(option.sharding_type, shard.size[1], self.topology.world_size)
+            if len(option.shards) > 1:
+                first, dim = shard.offset[1], shard.size[1]
+                demand = dataclasses.replace(demand, shard_name=f"{option.name}[{first}:{first + dim}]")
+            needs.append(self._need(option, demand, shard.storage, accounted, is_owned=True))
+        return needs
+
+    def _need(
+        self, option: ShardingOption, demand: TableDemand, storage: Storage, accounted: TierBytes, *, is_owned: bool
+    ) -> Need:
+        constraints = self.constraints.get(option.name) if self.constraints else None
+        return Need(
+            demand=demand,
+            option=option,
+            storage=storage,
+            is_owned=is_owned,
+            batch_rows=option_batch_rows(option, constraints) * (int(self.topology.world_size) if is_owned else 1),
+            accounted=accounted,
+            is_size_free=option.fqn in self._free_caches and _is_cached(option),
+        )
 
     def _room(self, needs: Sequence[Need], available: Topology) -> Room | None:
         """What is left for rows of hashed tables: not their inputs and outputs, and not TorchRec's tables, spread.

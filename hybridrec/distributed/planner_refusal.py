@@ -16,6 +16,7 @@ from hybridrec.distributed.placement import Placement, ShardPlacement
 from hybridrec.distributed.planner_demand import TableDemand, TierBytes
 
 MAX_LISTED = 12
+MAX_RANKS_LISTED = 4
 _MAX_RANKS = 1 << 20
 _BISECTIONS = 40
 
@@ -62,8 +63,33 @@ class Room:
     world_size: int
 
 
-def describe_refusal(needs: Sequence[Need], room: Room) -> str | None:
-    """The message; None if the hashed tables fit, so that something else is wrong."""
+def describe_refusal(ranks: Sequence[tuple[Sequence[Need], Room]], spread: Sequence[Need]) -> str | None:
+    """The message; None if the hashed tables fit, so that something else is wrong.
+
+    Args:
+        ranks: What each would need, and what it has.
+        spread: All tables, were they row-wise.
+    """
+    # Of row-wise tables every rank says the same.
+    too_small = list(dict.fromkeys(lines for needs, room in ranks if (lines := _lines(needs, room))))
+    if not too_small:
+        return None
+    room = ranks[0][1]
+    which = "one rank" if len(too_small) == 1 else f"each rank that is too small ({len(too_small)})"
+    lines = [line for of_rank in too_small[:MAX_RANKS_LISTED] for line in of_rank]
+    return "\n".join(
+        [
+            f"the hashed tables do not fit {room.world_size} ranks of a {room.device_type!r} topology. Of {which}:",
+            *aligned([("table", "kernel", "tier", "needed", "available", "nearest setting that fits"), *lines]),
+            f"{_other_ways(ranks, spread)}, or a Topology with larger hbm_cap and ddr_cap if the machine has more. "
+            "(available: what is left of the capacity after reservations and the other tables; the settings of a tier "
+            "fit together.)",
+        ]
+    )
+
+
+def _lines(needs: Sequence[Need], room: Room) -> tuple[tuple[str, ...], ...]:
+    """Of one rank: what has to change; empty if all fits."""
     lines = []
     by_device = {need.demand.name: need.accounted.device for need in needs}
     by_host = {need.demand.name: need.accounted.host for need in needs}
@@ -73,24 +99,20 @@ def describe_refusal(needs: Sequence[Need], room: Room) -> str | None:
         lines += _tier_lines("device", needs, by_device, room.device, room, _slots_that_fit)
     if sum(by_host.values()) > room.host:
         lines += _tier_lines("host", needs, by_host, room.host, room, _rows_that_fit)
-    if not lines:
-        return None
-    ranks = _ranks_that_fit(needs, room)
-    more = (
-        "Or shard tables 'row_wise'"
-        if any(need.is_owned for need in needs)
-        else f"Or use W >= {ranks:,} ranks"
-        if ranks
-        else "No number of ranks would do"
-    )
-    return "\n".join(
-        [
-            f"the hashed tables do not fit {room.world_size} ranks of a {room.device_type!r} topology. Of one rank:",
-            *aligned([("table", "kernel", "tier", "needed", "available", "nearest setting that fits"), *lines]),
-            f"{more}, or a Topology with larger hbm_cap and ddr_cap if the machine has more. (available: what is left "
-            "of the capacity after reservations and the other tables; the settings of a tier fit together.)",
-        ]
-    )
+    return tuple(lines)
+
+
+def _other_ways(ranks: Sequence[tuple[Sequence[Need], Room]], spread: Sequence[Need]) -> str:
+    """More ranks, which share row-wise tables alone."""
+    now = ranks[0][1].world_size
+    needed = _ranks_that_fit(spread, min((room for _, room in ranks), key=lambda room: (room.host, room.device)))
+    if needed is None:
+        return "No number of ranks would do"
+    is_any_owned = any(need.is_owned for needs, _ in ranks for need in needs)
+    ways = ["shard all tables 'row_wise'"] * is_any_owned
+    if needed > now or not ways:
+        ways.append(f"use W >= {needed:,} ranks")
+    return f"Or {' and '.join(ways)}"
 
 
 def human(num_bytes: float) -> str:
@@ -141,12 +163,21 @@ def _tier_lines(
         name = need.demand.name
         text, _ = setting(need, low, all_room)
         left = max(0, room - (total - needed[name]))
-        lines.append(
-            (repr(name), need.kernel, tier, human(needed[name]), human(left), text if is_feasible else "none at this W")
-        )
+        of = f" of table {need.demand.table.name!r}" if need.demand.shard_name else ""
+        advice = text + of if is_feasible else "none at this W"
+        lines.append((repr(name), need.kernel, tier, human(needed[name]), human(left), advice))
     if len(changed) > MAX_LISTED:
         lines.append((f"and {len(changed) - MAX_LISTED} more", "", tier, "", "", ""))
-    lines.append((f"all {len(needs)} hashed tables", "", tier, human(total), human(room), ""))
+    lines.append(
+        (
+            f"all {len(needs)} hashed {'shards' if any(n.is_owned for n in needs) else 'tables'}",
+            "",
+            tier,
+            human(total),
+            human(room),
+            "",
+        )
+    )
     return lines
 
 
@@ -186,6 +217,8 @@ def _ranks_that_fit(needs: Sequence[Need], room: Room) -> int | None:
         return device + host <= room.host if room.is_host_memory else device <= room.device and host <= room.host
 
     low = high = room.world_size
+    if fits(high):
+        return high
     while not fits(high):
         low, high = high, 2 * high
         if high > _MAX_RANKS:

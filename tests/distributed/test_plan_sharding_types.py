@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -24,13 +25,20 @@ def plan_of(
     *,
     optimizer: Any = torch.optim.Adagrad,
     device: str = "cpu",
-    rows: int = 100_000,
+    rows: int | dict[str, int] = 100_000,
     hbm: int = 4 * GIB,
     min_partition: int = 32,
+    world_size: int | None = None,
 ) -> tuple[ShardingPlan, Any, Any]:
-    world_size = dist.get_world_size()
+    world_size = world_size or dist.get_world_size()
     tables = [
-        HashEmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=64, feature_names=[name]) for name in types
+        HashEmbeddingBagConfig(
+            name=name,
+            num_embeddings=rows if isinstance(rows, int) else rows[name],
+            embedding_dim=64,
+            feature_names=[name],
+        )
+        for name in types
     ]
     ebc = HashEmbeddingBagCollection(tables)
     apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
@@ -116,3 +124,47 @@ def test_a_table_too_large_for_its_rank_is_named(pool_2: RankPool) -> None:
     for name, text in pool_2.run(refused, types, rows=50_000_000):
         assert name == "PlanCapacityError"
         assert "'huge'" in text and "planned_rows <=" in text and "row_wise" in text
+
+
+def advised_rows(text: str, rows: dict[str, int]) -> dict[str, int]:
+    """Every table with the fewest rows that a line of the message allows it."""
+    rows = dict(rows)
+    for name, value in re.findall(r"^'(\w+)(?:\[\d+:\d+\])?' .* planned_rows <= ([\d,]+)", text, re.MULTILINE):
+        rows[name] = min(rows[name], int(value.replace(",", "")))
+    return rows
+
+
+MILLION = 10**6
+TOO_LARGE: dict[str, tuple[dict[str, list[str] | None], dict[str, int]]] = {
+    "one table": ({"a": ["table_wise"]}, {"a": 300 * MILLION}),
+    "columns": ({"a": ["column_wise"]}, {"a": 120 * MILLION}),
+    "columns beside a row-wise table": ({"a": ["column_wise"], "b": None}, {"a": 40 * MILLION, "b": 20 * MILLION}),
+    "on every rank": (
+        {"a": ["table_wise"], "b": ["table_wise"], "c": ["column_wise"]},
+        {"a": 30 * MILLION, "b": 29 * MILLION, "c": 30 * MILLION},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(TOO_LARGE))
+def test_the_advice_leads_to_a_plan(pool_1: RankPool, case: str) -> None:
+    """The settings of all lines together; or, with the tables as they are, row-wise on so many ranks and no fewer."""
+    types, rows = TOO_LARGE[case]
+    ((name, text),) = pool_1.run(refused, types, rows=rows, world_size=2)
+    assert name == "PlanCapacityError" and "shard all tables 'row_wise'" in text
+    fewer = advised_rows(text, rows)
+    assert fewer != rows
+    assert pool_1.run(refused, types, rows=fewer, world_size=2) == [("", "")]
+    all_row_wise: dict[str, list[str] | None] = dict.fromkeys(types)
+    found = re.search(r"use W >= (\d+) ranks", text)
+    ranks = int(found[1]) if found else 2
+    assert pool_1.run(refused, all_row_wise, rows=rows, world_size=ranks) == [("", "")]
+    if ranks > 2:
+        ((name, _),) = pool_1.run(refused, all_row_wise, rows=rows, world_size=ranks - 1)
+        assert name == "PlanCapacityError"
+
+
+def test_the_advice_names_the_table_of_a_column_shard(pool_1: RankPool) -> None:
+    types, rows = TOO_LARGE["columns"]
+    ((_, text),) = pool_1.run(refused, types, rows=rows, world_size=2)
+    assert re.search(r"^'a\[0:32\]' .* planned_rows <= [\d,]+ of table 'a'$", text, re.MULTILINE), text
