@@ -21,6 +21,7 @@ from torchrec.modules.embedding_configs import (
 )
 
 from hybridrec.errors import ConfigError
+from hybridrec.row_type import RowType
 from hybridrec.store.initializer import Bank, Constant, Normal, Uniform, bank_from_init_fn
 from hybridrec.types import FullPolicy
 
@@ -30,6 +31,8 @@ NOMINAL_BYTES_LIMIT = 2**63
 """torch counts a tensor's bytes in int64, also on the meta device: a nominal parameter must stay below."""
 DEFAULT_INITIALIZER = Uniform(-0.01, 0.01)
 """Of tables that choose none. TorchRec's ``sqrt(1 / num_embeddings)`` means nothing where that number is nominal."""
+
+_ROW_TYPES = {DataType.FP32: RowType.FLOAT32, DataType.BF16: RowType.BFLOAT16, DataType.FP16: RowType.FLOAT16}
 
 Initializer = Uniform | Normal | Constant | Bank
 
@@ -130,6 +133,8 @@ class TableConfig:
     """Of the initial rows, int64."""
     initializer: Initializer
     """Of the initial rows."""
+    row_type: RowType = RowType.FLOAT32
+    """Of the rows' weights."""
 
 
 def resolve_table(config: BaseEmbeddingConfig, kind: type[BaseEmbeddingConfig] = EmbeddingBagConfig) -> TableConfig:
@@ -222,7 +227,8 @@ class _Fields:
         self._count("device_rows")
         self._capacity()
         self._seed()
-        self._initializer_source()
+        if self._initializer_source() != "init_fn":
+            self._check_largest(self._initializer(self._int("embedding_dim")))
 
     def resolve(self) -> TableConfig:
         """The resolved table. Call `check` first."""
@@ -241,7 +247,8 @@ class _Fields:
             full_policy=full_policy,
             device_rows=self._count("device_rows"),
             seed=self._seed(),
-            initializer=self._initializer(dim),
+            initializer=self._check_largest(self._initializer(dim)),
+            row_type=_ROW_TYPES[config.data_type],
         )
 
     def _error(self, field_name: str, problem: str, remedy: str) -> ConfigError:
@@ -309,8 +316,8 @@ class _Fields:
 
     def _check_kind(self) -> None:
         config = self._config
-        if config.data_type != DataType.FP32:
-            raise self._error("data_type", "is not available for hashed tables", "Use DataType.FP32.")
+        if config.data_type not in _ROW_TYPES:
+            raise self._error("data_type", "is not available for hashed tables", "Use DataType.FP32, BF16 or FP16.")
         if not isinstance(config, EmbeddingConfig) and _pooling(config) not in (PoolingType.SUM, PoolingType.MEAN):
             raise self._error("pooling", "is not available", "Use PoolingType.SUM or PoolingType.MEAN.")
         for field_name, neutral in _UNSUPPORTED_FIELDS.items():
@@ -405,6 +412,18 @@ class _Fields:
                 return Uniform(uniform_range["a"], uniform_range["b"])
             return bank_from_init_fn(self._config.init_fn, dim, self._seed())
         return self._init_range() if source else DEFAULT_INITIALIZER
+
+    def _check_largest(self, initializer: Initializer) -> Initializer:
+        """Refuse initial rows that would be infinite in the table's type."""
+        dtype = _ROW_TYPES[self._config.data_type].dtype
+        largest = initializer.largest
+        if largest > torch.finfo(dtype).max:
+            raise self._error(
+                "data_type",
+                f"holds values up to {torch.finfo(dtype).max:.6g}, initial rows reach {largest:.6g}",
+                "Use DataType.FP32, or an initializer with smaller values.",
+            )
+        return initializer
 
 
 def _pooling(config: BaseEmbeddingConfig) -> PoolingType:

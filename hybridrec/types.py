@@ -60,7 +60,7 @@ class SlotArrays(NamedTuple):
     """Where one table's slots are. Writes through these tensors do not bump autograd's version counters."""
 
     weights: Tensor
-    """float32 [C, D]"""
+    """float32 [C, words]: words of the weights (`RowType`); of float32 weights they are [C, D], the weights."""
     row_states: tuple[Tensor, ...]
     """M x float32 [C, D]"""
     row_wise_states: tuple[Tensor, ...]

@@ -96,7 +96,7 @@ class StagedSwapper:
         Args:
             group: The shards.
             slot_arrays: table index -> its slots on the device; asked anew at every swap, since slots can grow.
-            record_floats: [T], floats of a staging record of each table: D * (1 + M) + A.
+            record_floats: [T], floats of a staging record of each table: words of the weights, D * M, and A.
             backend: Gives streams, events and pinned memory.
             device: Where the slots are.
         """
@@ -201,10 +201,11 @@ class StagedSwapper:
     def _write_slots(self, slots: Tensor, rows_per_table: Sequence[int], staging: Tensor) -> None:
         for records, part, arrays in self._tables(slots, rows_per_table, staging):
             on_device = records.to(self._device, non_blocking=True)
-            dim, column = arrays.weights.shape[1], 0
+            column = 0
             for array in (arrays.weights, *arrays.row_states):
-                array.index_copy_(0, part, on_device[:, column : column + dim])
-                column += dim
+                width = array.shape[1]
+                array.index_copy_(0, part, on_device[:, column : column + width])
+                column += width
             for array in arrays.row_wise_states:
                 array.index_copy_(0, part, on_device[:, column])
                 column += 1

@@ -222,6 +222,7 @@ def _check_names(what: str, saved: Any, now: Any) -> None:
 def _check_table(saved: TableEntry, now: TableEntry) -> None:
     pairs = {
         "embedding_dim": (saved.dim, now.dim),
+        "data_type": (saved.row_type, now.row_type),
         "optimizer": (saved.optimizer["kind"], now.optimizer["kind"]),
         "optimizer states": ([n for n, _ in saved.states], [n for n, _ in now.states]),
         "seed": (saved.seed, now.seed),

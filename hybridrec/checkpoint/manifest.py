@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrec.errors import ConfigError, StateError
+from hybridrec.row_type import RowType
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -50,6 +51,8 @@ class TableEntry:
     chunk_rows: int
     """Rows of a chunk of its files; the last one of a file may have fewer."""
     files: tuple[FileEntry, ...] = ()
+    row_type: str = RowType.FLOAT32.name
+    """Of the weights, the name of a `RowType`."""
 
     @property
     def rows(self) -> int:
@@ -58,8 +61,10 @@ class TableEntry:
 
     @property
     def record_floats(self) -> int:
-        """Floats of a record: D * (1 + M) + A."""
-        return self.dim + sum(1 if is_row_wise else self.dim for _, is_row_wise in self.states)
+        """Floats of a record: words of the weights, D * M, and A."""
+        return RowType[self.row_type].num_words(self.dim) + sum(
+            1 if is_row_wise else self.dim for _, is_row_wise in self.states
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor)
         model: What `DistributedModelParallel` returned.
         table: Its name; one collection alone may have it.
         ids_N: int64 [N], any values; of an id that comes twice the last row counts.
-        weights_ND: float32 [N, D].
+        weights_ND: float32 [N, D], which are rounded to the table's type.
 
     Raises:
         ConfigError: There is no such table, or the tensors are not as they should be. Nothing changed.
@@ -73,13 +73,21 @@ def _check(module: ShardedHashCollection, table: str, ids_N: Tensor, weights_ND:
             f"import_rows: weights are {weights_ND.dtype} {list(weights_ND.shape)} on {weights_ND.device}. Accepted: "
             f"float32 [{len(ids_N):,}, {dim}] in host memory: the embedding_dim of table {table!r}."
         )
+    dtype = next(c.row_type.dtype for c in module.table_configs if c.name == table)
+    if bool((weights_ND.to(dtype).isinf() & weights_ND.isfinite()).any()):
+        raise ConfigError(
+            f"import_rows: weights reach {weights_ND.abs().max().item():.6g}, table {table!r} holds {dtype}, up to "
+            f"{torch.finfo(dtype).max:.6g} (its data_type). Use DataType.FP32, or smaller weights."
+        )
 
 
 def _import(lookup: PooledLookup, part: TablePart, shard: ShardTable, ids_N: Tensor, weights_ND: Tensor) -> None:
     layout = shard.layout
     slices = layout.record_slices
     records = torch.empty((len(ids_N), layout.record_floats))
-    records[:, slices["weights"]] = weights_ND[:, part.first_column : part.first_column + part.dim]
+    records[:, slices["weights"]] = layout.row_type.words(
+        weights_ND[:, part.first_column : part.first_column + part.dim]
+    )
     for state in layout.states:
         records[:, slices[state.name]] = state.initial_value
     scores_N = torch.full_like(ids_N, lookup.log.group.ordinal)

@@ -12,19 +12,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from hybridrec.checkpoint.files import read_rows
 from hybridrec.checkpoint.manifest import TableEntry, read_manifest
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.errors import ConfigError
+from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 from hybridrec.store.row_state_layout import RowStateLayout
 from hybridrec.types import RowState
 
+_DTYPES = {RowType.FLOAT32: "F32", RowType.BFLOAT16: "BF16", RowType.FLOAT16: "F16"}
+"""The format's names."""
+
 
 def export_safetensors(path: str | Path, out: str | Path) -> list[Path]:
-    """Write each table of a snapshot to ``OUT/TABLE.safetensors``: ``id`` int64 [R], ``embedding`` float32 [R, D].
+    """Write each table of a snapshot to ``OUT/TABLE.safetensors``: ``id`` int64 [R], ``embedding`` [R, D].
 
     Chunk by chunk: memory does not depend on the size of a table. Rows are in the order of the snapshot's files.
 
@@ -56,17 +61,18 @@ def export_safetensors(path: str | Path, out: str | Path) -> list[Path]:
 def layout_of(table: TableEntry) -> RowStateLayout:
     """What a record of the table holds."""
     states = tuple(RowState(name=name, is_row_wise=is_row_wise) for name, is_row_wise in table.states)
-    return RowStateLayout(dim=table.dim, states=states)
+    return RowStateLayout(dim=table.dim, states=states, row_type=RowType[table.row_type])
 
 
 def _write(folder: Path, table: TableEntry, target: Path) -> None:
-    id_bytes, row_bytes = table.rows * 8, table.rows * table.dim * 4
+    row_type = RowType[table.row_type]
+    id_bytes, row_bytes = table.rows * 8, table.rows * table.dim * row_type.dtype.itemsize
     header = json.dumps(
         {
             "__metadata__": {"format": "pt", "table": table.name},
             "id": {"dtype": "I64", "shape": [table.rows], "data_offsets": [0, id_bytes]},
             "embedding": {
-                "dtype": "F32",
+                "dtype": _DTYPES[row_type],
                 "shape": [table.rows, table.dim],
                 "data_offsets": [id_bytes, id_bytes + row_bytes],
             },
@@ -75,7 +81,7 @@ def _write(folder: Path, table: TableEntry, target: Path) -> None:
     header += b" " * (-len(header) % 8)
     columns: list[Callable[[RowChunk], NDArray[np.generic]]] = [
         lambda chunk: chunk.ids_N.numpy(),
-        lambda chunk: chunk.weights_ND.contiguous().numpy(),
+        lambda chunk: chunk.weights_ND.contiguous().view(torch.uint8).numpy(),
     ]
     beside = target.with_name(f".{target.name}.unfinished")
     with open(beside, "wb") as file:

@@ -251,6 +251,7 @@ def table_entry(module: ShardedHashCollection, table: ShardTable) -> TableEntry:
         initializer=repr(config.initializer),
         max_rows=config.max_rows,
         chunk_rows=_chunk_rows(table),
+        row_type=table.layout.row_type.name,
     )
 
 

@@ -49,7 +49,8 @@ class RowLocation:
     pins: int | None = None
     """Batches in flight that hold it in its slot."""
     weights: Tensor | None = field(default=None, compare=False)
-    """float32 [D], host memory, a copy; the initial row if the id is unknown, None if it moves or is elsewhere."""
+    """[D] of the table's type, host memory, a copy; the initial row if the id is unknown, None if it moves or is
+    elsewhere."""
     states: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Optimizer state by name: float32 [D], or [1] of a state that has one value a row. Copies."""
 
@@ -182,7 +183,7 @@ def _where_unsharded(bag: HashEmbeddingBag, id: int) -> RowLocation:
     found = (everything["ids"] == id).nonzero().flatten().tolist()
     fields: dict[str, Any] = {"table": bag.config.name, "id": id, "rank": 0, "owner": 0, "world_size": 1}
     if not found:
-        weights = bag.read(torch.tensor([id]))[0].to(HOST)
+        weights = bag.read(torch.tensor([id]))[0].to(HOST, bag.config.row_type.dtype)
         return RowLocation(tier="unknown", weights=weights, **fields)
     (i,) = found
     states = [state[i].reshape(-1).to(HOST) for state in everything["states"]]

@@ -1,4 +1,4 @@
-"""Rows of a sharded collection as records: [weights | row states | row-wise states], float32, in host memory."""
+"""Rows of a sharded collection as records: [words of weights | row states | row-wise states], float32, host memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def initial_records(spec: ShardSpec, keys_U: Tensor) -> Tensor:
     """
     values, m = torch.tensor(spec.state_initial_values, dtype=torch.float32), spec.num_row_states
     states = torch.cat([values[:m].repeat_interleave(spec.dim), values[m:]])
-    return torch.cat([initial_rows(spec, keys_U), states.expand(len(keys_U), -1)], 1)
+    weights = spec.row_type.words(initial_rows(spec, keys_U))
+    return torch.cat([weights, states.expand(len(keys_U), -1)], 1)
 
 
 def record_names(lookup: PooledLookup, table: int) -> dict[str, slice]:
@@ -76,4 +77,6 @@ def record_names(lookup: PooledLookup, table: int) -> dict[str, slice]:
 
 def split_record(lookup: PooledLookup, table: int, record: Tensor) -> dict[str, Tensor]:
     """``"weights"`` and every state of one record, by name."""
-    return {name: record[columns] for name, columns in record_names(lookup, table).items()}
+    parts = {name: record[columns] for name, columns in record_names(lookup, table).items()}
+    spec = lookup.tables[table].spec
+    return {**parts, "weights": spec.row_type.values(parts["weights"].unsqueeze(0), spec.dim)[0]}

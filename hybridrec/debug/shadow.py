@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridrec.cache import BatchTransaction
 from hybridrec.debug.difference import Difference, Verification, VerifyError
 from hybridrec.debug.location import where
-from hybridrec.debug.records import initial_records, read_records, read_slots, record_names, write_records
+from hybridrec.debug.records import initial_records, read_records, read_slots, split_record, write_records
 from hybridrec.distributed.lookup import KernelInput, MappedBatch, PooledLookup
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.modules.hash_table import PROTECTED_BATCHES
@@ -285,9 +285,10 @@ class ShadowCollection:
             return
         ids = unmix64(torch.from_numpy(unique.keys_U[wrong])).numpy()
         first = int(wrong[ids.argmin()])
-        column = int((expected[first].view(torch.int32) != actual[first].view(torch.int32)).nonzero()[0])
-        shard, table = self._module.parts[t], record_names(self._lookup, t)
-        part, columns = next((n, c) for n, c in table.items() if c.start <= column < c.stop)
+        wanted, got = (split_record(self._lookup, t, record[first]) for record in (expected, actual))
+        part = next(name for name in wanted if not _same(wanted[name], got[name]))
+        column = next(i for i in range(len(wanted[part])) if not _same(wanted[part][i : i + 1], got[part][i : i + 1]))
+        shard = self._module.parts[t]
         raise VerifyError(
             Difference(
                 rank=self._rank,
@@ -297,9 +298,9 @@ class ShadowCollection:
                 num_ids=len(wrong),
                 moment=moment,
                 part=part,
-                column=column - columns.start + shard.first_column,
-                expected=expected[first, column].item(),
-                got=actual[first, column].item(),
+                column=column + shard.first_column,
+                expected=wanted[part][column].item(),
+                got=got[part][column].item(),
             )
         )
 
@@ -318,7 +319,7 @@ def _positions_of(lookup: PooledLookup, batch: MappedBatch, t: int) -> Tensor:
 
 def _same(first: Tensor, second: Tensor) -> bool:
     """Bit for bit, NaN included."""
-    return torch.equal(first.contiguous().view(torch.int32), second.contiguous().view(torch.int32))
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
 def _rows_equal(first: Tensor, second: Tensor) -> NDArray[np.bool_]:

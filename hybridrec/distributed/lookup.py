@@ -91,7 +91,7 @@ class PooledLookup(nn.Module):
             num_threads=min(torch.get_num_threads(), MAX_CORE_THREADS),
         )
         self._params = [
-            slot_parameter(self._slot_arrays(t).weights, table.name, is_frozen=table.is_frozen)
+            slot_parameter(self._weights(t), table.name, is_frozen=table.is_frozen)
             for t, table in enumerate(self._tables)
         ]
         if backend.is_host_memory:
@@ -157,7 +157,7 @@ class PooledLookup(nn.Module):
 
     @property
     def slot_parameters(self) -> list[SlotParameter]:
-        """[T] x float32 [C, D]: views of the slots, for those who list a model's parameters."""
+        """[T] x [C, D] of the table's type: views of the slots, for those who list a model's parameters."""
         return self._params
 
     def kernel_tables(self, kernel: int) -> list[int]:
@@ -477,6 +477,7 @@ class PooledLookup(nn.Module):
                 optimizer=tables[0].optimizer,
                 is_weighted=self._is_weighted,
                 device=self._device,
+                row_type=tables[0].spec.row_type,
                 is_pooled=self.is_pooled,
             ),
             tables[0].kernel,
@@ -486,10 +487,15 @@ class PooledLookup(nn.Module):
         kernel, index = self._place_of_table[table]
         return self._kernels[kernel].slot_arrays(index)
 
+    def _weights(self, table: int) -> Tensor:
+        """The slots' weights, of the table's type."""
+        spec = self._tables[table].spec
+        return spec.row_type.values(self._slot_arrays(table).weights, spec.dim)
+
     def _publish_slots(self, table: int) -> None:
         """Tell the group, and those who hold the parameter, where a table's slots are."""
         arrays = self._slot_arrays(table)
-        self._params[table].data = arrays.weights
+        self._params[table].data = self._weights(table)
         self.log.swapper.slots_are_at(arrays)
         if self._backend.is_host_memory:
             self._group.bind_slots(table, *arrays)

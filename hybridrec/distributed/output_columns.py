@@ -19,13 +19,17 @@ from hybridrec.modules.variable_batch import expand
 class OutputColumns:
     """From the columns of the lookup to those of the unsharded collection; and what MEAN divides by."""
 
-    def __init__(self, tables: Sequence[TableConfig], fed: Sequence[TablePart], device: torch.device) -> None:
+    def __init__(
+        self, tables: Sequence[TableConfig], fed: Sequence[TablePart], device: torch.device, dtype: torch.dtype
+    ) -> None:
         """
         Args:
             tables: In the order of the collection.
             fed: Their parts, in the order in which pools come.
             device: Where the output is.
+            dtype: Of the output.
         """
+        self._dtype = dtype
         names = embedding_names(tables)
         self.names = [name for table_names in names for name in table_names]
         self.dims = [table.embedding_dim for table in tables for _ in table.feature_names]
@@ -61,7 +65,7 @@ class OutputColumns:
         if self._order is not None:
             parts = pooled.split(self._fed_dims, 1)
             pooled = torch.cat([parts[i] for i in self._order], 1)
-        return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled)
+        return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled.to(self._dtype))
 
 
 class PooledAwaitable(LazyGetItemMixin, LazyAwaitable[KeyedTensor]):  # type: ignore[misc]

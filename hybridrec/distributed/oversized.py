@@ -325,7 +325,7 @@ class PassLookup:
 
 def _record_floats(arrays: SlotArrays) -> int:
     """Floats of a record [weights | row states | row-wise states]."""
-    return arrays.weights.shape[1] * (1 + len(arrays.row_states)) + len(arrays.row_wise_states)
+    return sum(columns.stop - columns.start for _, columns in _columns(arrays))
 
 
 def _columns(arrays: SlotArrays) -> Iterator[tuple[Tensor, slice]]:

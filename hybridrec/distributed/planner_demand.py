@@ -67,6 +67,7 @@ class TableDemand:
             num_rows=rows,
             num_slots=slots,
             store_rows=rows if leaves_slots else 0,
+            row_type=self.layout.row_type,
         )
         host = host * placed.planned_rows // rows
         return TierBytes(device=placed.num_slots * self.layout.slot_bytes, host=host)

@@ -19,6 +19,7 @@ from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.errors import ConfigError
 from hybridrec.native import mix64
+from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 
 _PROGRESS = re.compile(r"progress\.rank_(\d+)_of_(\d+)")
@@ -41,9 +42,15 @@ def put_rows(lookup: PooledLookup, destination: MutableMapping[str, Any], prefix
         destination[f"{where}.ids"] = torch.cat([none, *(c.ids_N for c in chunks)])
         destination[f"{where}.scores"] = torch.cat([none, *(c.scores_N for c in chunks)])
         records = [torch.empty((0, table.layout.record_floats)), *(c.records(table.layout) for c in chunks)]
-        destination[f"{where}.records"] = torch.cat(records)
+        destination[f"{where}.{_records_name(table)}"] = torch.cat(records)
     log = lookup.log
     destination[f"{prefix}progress.{who}"] = torch.tensor([log.group.ordinal, log.committed])
+
+
+def _records_name(table: ShardTable) -> str:
+    """``"records"``, with the type of the weights unless it is float32: rows of another type are not found."""
+    row_type = table.spec.row_type
+    return "records" if row_type is RowType.FLOAT32 else f"records_{row_type.name.lower()}"
 
 
 def is_of_rows(key: str, prefix: str) -> bool:
@@ -107,9 +114,14 @@ def _sources(state: Mapping[str, Any], prefix: str, rank: int, size: int) -> lis
 
 def _part(state: Mapping[str, Any], where: str, table: ShardTable) -> tuple[Tensor, Tensor, Tensor]:
     try:
-        ids_N, scores_N, records = (state[f"{where}.{what}"].to(HOST) for what in ("ids", "scores", "records"))
+        ids_N, scores_N, records = (
+            state[f"{where}.{what}"].to(HOST) for what in ("ids", "scores", _records_name(table))
+        )
     except KeyError as e:
-        raise ConfigError(f"load_state_dict: the state_dict has no {e.args[0]!r}. Load what was saved whole.") from None
+        raise ConfigError(
+            f"load_state_dict: the state_dict has no {e.args[0]!r}. Load what was saved whole, into tables of the same "
+            "data_type."
+        ) from None
     if records.shape != (len(ids_N), table.layout.record_floats):
         raise ConfigError(
             f"load_state_dict: {where}.records has shape {list(records.shape)}, table {table.name!r} has records of "

@@ -117,9 +117,9 @@ class SequenceOutputs:
 class SequenceAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):  # type: ignore[misc]
     """The output of a forward; whoever touches it waits."""
 
-    def __init__(self, rows: Awaitable[Tensor], outputs: SequenceOutputs) -> None:
+    def __init__(self, rows: Awaitable[Tensor], outputs: SequenceOutputs, dtype: torch.dtype) -> None:
         super().__init__()
-        self._rows, self._outputs = rows, outputs
+        self._rows, self._outputs, self._dtype = rows, outputs, dtype
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return self._outputs.finish(self._rows.wait())
+        return self._outputs.finish(self._rows.wait().to(self._dtype))

@@ -60,6 +60,7 @@ class ShardedHashEmbeddingCollection(ShardedHashCollection):
         device_group: dist.ProcessGroup,
         host_group: dist.ProcessGroup,
         device: torch.device,
+        output_dtype: torch.dtype = torch.float32,
         dedups: bool = False,
     ) -> None:
         """
@@ -71,11 +72,13 @@ class ShardedHashEmbeddingCollection(ShardedHashCollection):
             device_group: Rows travel over it.
             host_group: Ids and verdicts travel over it (gloo).
             device: Where the output is.
+            output_dtype: What rows are rounded to, at the end.
             dedups: Whether an id that a feature repeats travels once. Changes no bit of the result.
         """
         super().__init__(
             tables, lookup, routing, is_weighted=False, device_group=device_group, host_group=host_group, device=device
         )
+        self._output_dtype = output_dtype
         self._configs = module.embedding_configs()
         self._need_indices = module.need_indices()
         self._names = module.embedding_names_by_table()
@@ -132,7 +135,7 @@ class ShardedHashEmbeddingCollection(ShardedHashCollection):
             uploaded.append(ctx.outputs.ids_N)
         self._lookups[0].use(uploaded, ctx.mapped.ready)
         rows = output[0].view(len(output[0]), self._dim)  # a rank without tables does not know D
-        return SequenceAwaitable(self._output_dists[0](rows, ctx.route), ctx.outputs)
+        return SequenceAwaitable(self._output_dists[0](rows, ctx.route), ctx.outputs, self._output_dtype)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """As they were given to the unsharded collection."""

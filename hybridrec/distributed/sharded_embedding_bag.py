@@ -52,6 +52,7 @@ class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
         device_group: dist.ProcessGroup,
         host_group: dist.ProcessGroup,
         device: torch.device,
+        output_dtype: torch.dtype = torch.float32,
     ) -> None:
         """
         Args:
@@ -62,6 +63,7 @@ class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
             device_group: Pools travel over it.
             host_group: Ids and verdicts travel over it (gloo).
             device: Where the output is.
+            output_dtype: What pools are rounded to, at the end.
         """
         super().__init__(
             tables,
@@ -75,7 +77,7 @@ class ShardedHashEmbeddingBagCollection(ShardedHashCollection):
         self._configs = module.embedding_bag_configs()
         self._input_dists = [HashInputDist(host_group, routing.shared_features, routing.owned_features)]
         self._output_dists = [RankOrderPooledDist(device_group, routing.owned_dims)]
-        self._columns = OutputColumns(tables, routing.parts, device)
+        self._columns = OutputColumns(tables, routing.parts, device, output_dtype)
 
     def create_context(self) -> PooledBatchContext:
         return PooledBatchContext(is_training=self._trains())

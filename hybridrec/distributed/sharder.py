@@ -22,6 +22,7 @@ from hybridrec.distributed.host_env import check_host_env, own_host_group
 from hybridrec.distributed.host_memory import HostBudget, local_world_size
 from hybridrec.distributed.kernel_agreement import agree_on_kernels
 from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.distributed.output_dtype import output_dtype_of
 from hybridrec.distributed.placement import Placement, place
 from hybridrec.distributed.planner_demand import TableDemand
 from hybridrec.distributed.planner_report import HybridPlanPolicy, SharderPlanning
@@ -33,7 +34,7 @@ from hybridrec.distributed.verdict import agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import BackendError, ConfigError
 from hybridrec.kernels.factory import KernelChoice, group_tables, kernel_choice
-from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.optimizer import OptimizerSpec, refuse_stochastic_rounding
 from hybridrec.modules.hash_collection import HashCollection
 from hybridrec.modules.hash_embedding_bag import HashEmbeddingBagCollection
 from hybridrec.native import table_seed
@@ -76,7 +77,8 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
                 group, which must be gloo. A group that is the model's too is used for planning alone: `shard` makes
                 another one of its ranks, over which ids travel.
             fused_params: TorchRec's, for tables without `apply_optimizer_in_backward`: ``optimizer`` (an
-                ``EmbOptimType``), ``learning_rate``, ``eps`` ..
+                ``EmbOptimType``), ``learning_rate``, ``eps`` .. And for all tables ``output_dtype``, FP32 (the
+                default), BF16 or FP16: sums are float32, what the collection returns is rounded to it.
             qcomm_codecs_registry: Must be empty: quantised pools are not exact.
             sharding_type: The one that plans may choose; None: all.
             kernel_type: The compute kernel that plans may choose; None: all.
@@ -96,6 +98,7 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
         self._sharding_type = _choice("sharding_type", sharding_type, SHARDING_TYPES)
         self._kernel_type = _choice("kernel_type", kernel_type, [placement.value for placement in Placement])
         self._host_budget = HostBudget(host_memory_bytes)
+        self._output_dtype = output_dtype_of(self.fused_params or {})
         setattr(self, PLANNING_ATTRIBUTE, SharderPlanning(host_group=self._host_group, budget=self._host_budget))
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -111,7 +114,9 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
         parameters = {}
         for table in module.table_configs:
             parameter = _nominal_parameter(module, table)
-            layout = RowStateLayout(table.embedding_dim, self._optimizer_of(table, parameter).row_states())
+            layout = RowStateLayout(
+                table.embedding_dim, self._optimizer_of(table, parameter).row_states(), table.row_type
+            )
             setattr(parameter, TIERS_ATTRIBUTE, TableDemand(table=table, layout=layout))
             parameters[table.name] = parameter
         return parameters
@@ -197,7 +202,13 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
             optimizer = self._checked_optimizer(module, table, params[table.name])
             for part in parts_of(table, params[table.name], env.world_size):
                 check_columns(part, optimizer)
-                kernel = kernel_choice(optimizer, dim=part.dim, is_weighted=module.is_weighted(), device=device)
+                kernel = kernel_choice(
+                    optimizer,
+                    dim=part.dim,
+                    is_weighted=module.is_weighted(),
+                    device=device,
+                    row_type=table.row_type,
+                )
                 planned.append(
                     _PlannedPart(
                         part=part,
@@ -238,6 +249,7 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
             device_group=env.process_group,
             host_group=host_group,
             device=device,
+            output_dtype=self._output_dtype,
         )
 
     def _checked_optimizer(
@@ -262,7 +274,11 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
 
     def _optimizer_of(self, table: TableConfig, parameter: nn.Parameter) -> OptimizerSpec:
         """From `apply_optimizer_in_backward` if it was called for the table, else from ``fused_params``."""
-        return OptimizerSpec.of_parameter(parameter, self.fused_params, table=table.name)
+        fused_params = dict(self.fused_params or {})
+        fused_params.pop("output_dtype", None)  # of no optimizer
+        for arguments in (fused_params, *getattr(parameter, "_optimizer_kwargs", [])):
+            refuse_stochastic_rounding(arguments, table.row_type, table=table.name)
+        return OptimizerSpec.of_parameter(parameter, fused_params, table=table.name)
 
     def _check_device_memory(self, tables: list[ShardTable], device: torch.device) -> None:
         needed = sum(t.placed.num_slots * t.layout.slot_bytes for t in tables)
@@ -295,7 +311,7 @@ def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
     """A part that this rank holds rows of."""
     part, optimizer = planned.part, planned.optimizer
     table, cache = part.table, planned.plan.cache_params
-    layout = RowStateLayout(part.dim, optimizer.row_states())
+    layout = RowStateLayout(part.dim, optimizer.row_states(), table.row_type)
     num_ranks = env.world_size if part.owner is None else 1
     placed = place(table, planned.plan.compute_kernel, None if cache is None else cache.load_factor, num_ranks)
     spec = ShardSpec(
@@ -308,6 +324,7 @@ def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
         num_slots=placed.num_slots,
         planned_rows=placed.planned_rows,
         max_rows=placed.max_rows,
+        row_type=table.row_type,
         full_policy=table.full_policy.value,
         table_seed=table_seed(table.seed, table.name),
         **_initial_fields(part),
@@ -334,7 +351,11 @@ def _grouped(planned: Sequence[_PlannedPart]) -> list[list[_PlannedPart]]:
         group
         for _, parts in sorted(by_owner.items())
         for group in group_tables(
-            parts, dim=lambda p: p.part.dim, optimizer=lambda p: p.optimizer, name=lambda p: p.kernel.name
+            parts,
+            dim=lambda p: p.part.dim,
+            optimizer=lambda p: p.optimizer,
+            name=lambda p: p.kernel.name,
+            row_type=lambda p: p.part.table.row_type,
         )
     ]
 

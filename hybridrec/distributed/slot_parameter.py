@@ -49,7 +49,7 @@ class SlotParameter(nn.Parameter):
 
 
 def slot_parameter(slots: Tensor, table: str, *, is_frozen: bool) -> SlotParameter:
-    """A parameter that is float32 [C, D] ``slots``."""
+    """A parameter that is ``slots`` [C, D], of the table's type."""
     parameter = SlotParameter(slots, requires_grad=not is_frozen)
     parameter.table = table
     return parameter

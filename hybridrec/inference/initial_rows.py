@@ -13,6 +13,7 @@ from hybridrec.config import TableConfig
 from hybridrec.native import table_seed
 from hybridrec.native.protocol import InitKind
 from hybridrec.native.reference.mix64 import GOLDEN
+from hybridrec.row_type import RowType
 from hybridrec.store.initializer import SpecFields
 
 # Numbers stand where they are used: what is scripted sees no constants of a Python module.
@@ -107,12 +108,37 @@ class BankRows(nn.Module):
         return self.bank.index_select(0, number)
 
 
+class RoundedRows(nn.Module):
+    """Rows as a table of 16 bits holds them: rounded to the nearest, ties to even."""
+
+    is_bfloat16: bool
+
+    def __init__(self, rows: nn.Module, is_bfloat16: bool) -> None:
+        """``rows``: makes the float32 rows; ``is_bfloat16``: or else float16."""
+        super().__init__()
+        self.rows, self.is_bfloat16 = rows, is_bfloat16
+
+    def forward(self, ids_n: Tensor) -> Tensor:
+        """float32 [n, D] of int64 [n]."""
+        rows_nD: Tensor = self.rows(ids_n)
+        if self.is_bfloat16:
+            return rows_nD.to(torch.bfloat16).to(torch.float32)
+        return rows_nD.to(torch.float16).to(torch.float32)
+
+
 def initial_rows_of(config: TableConfig) -> nn.Module:
     """The module that makes a table's initial rows.
 
     Returns:
         Module whose forward turns ids int64 [n] into float32 [n, D].
     """
+    rows = _float32_rows_of(config)
+    if config.row_type is RowType.FLOAT32:
+        return rows
+    return RoundedRows(rows, config.row_type is RowType.BFLOAT16)
+
+
+def _float32_rows_of(config: TableConfig) -> nn.Module:
     fields: SpecFields = config.initializer.to_spec_fields()
     seed, dim, a, b = table_seed(config.seed, config.name), config.embedding_dim, fields["init_a"], fields["init_b"]
     match fields["init_kind"]:

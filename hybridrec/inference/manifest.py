@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
 from hybridrec.config import HashEmbeddingBagConfig, HashEmbeddingConfig, TableConfig, resolve_table
 from hybridrec.inference.files import FileStorage, MappedFiles
 from hybridrec.inference.row_format import RowFormat
+from hybridrec.row_type import RowType
 from hybridrec.store.initializer import Bank, Constant, Normal, Uniform
 
 _INITIALIZERS: dict[str, type[Uniform | Normal | Constant]] = {
@@ -40,6 +41,7 @@ def entry_of(config: TableConfig, t: int, row_format: RowFormat, rows: int, stor
         "feature_names": list(config.feature_names),
         "pooling": config.pooling.value,
         "seed": config.seed,
+        "row_type": config.row_type.name,
         "initial": initial,
     }
 
@@ -60,6 +62,7 @@ def config_from_entry(entry: Mapping[str, Any], t: int, files: MappedFiles, *, i
         config = resolve_table(HashEmbeddingBagConfig(**fields, pooling=PoolingType(entry["pooling"])))
     else:
         config = resolve_table(HashEmbeddingConfig(**fields), EmbeddingConfig)
+    config = dataclasses.replace(config, row_type=RowType[entry.get("row_type", RowType.FLOAT32.name)])
     if kind != "bank":
         return config
     bank = files.array(f"{t}.bank", torch.float32, (initial["rows"], config.embedding_dim))

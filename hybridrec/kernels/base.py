@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridrec.errors import StateError
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.row_type import RowType
 from hybridrec.types import SlotArrays
 
 __all__ = ["KernelSpec", "KernelTable", "LookupKernel", "PendingUpdate", "SlotArrays"]
@@ -42,6 +43,8 @@ class KernelSpec:
     optimizer: OptimizerSpec
     is_weighted: bool
     device: torch.device
+    row_type: RowType = RowType.FLOAT32
+    """Of the weights of all tables. Sums, gradients and states are float32 whatever it is."""
     is_pooled: bool = True
     """False: a row for every id, of tables of one dim."""
 

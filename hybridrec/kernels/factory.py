@@ -16,6 +16,7 @@ from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.kernels.probe import why_tbe_fails
 from hybridrec.kernels.sequence_kernel import SequenceKernel
 from hybridrec.kernels.torch_kernel import TorchKernel
+from hybridrec.row_type import RowType
 
 logger = logging.getLogger("hybridrec")
 
@@ -31,17 +32,26 @@ class KernelChoice(NamedTuple):
     """Why not ``"tbe"``; empty if it is."""
 
 
-def kernel_choice(optimizer: OptimizerSpec, *, dim: int, is_weighted: bool, device: torch.device) -> KernelChoice:
+def kernel_choice(
+    optimizer: OptimizerSpec,
+    *,
+    dim: int,
+    is_weighted: bool,
+    device: torch.device,
+    row_type: RowType = RowType.FLOAT32,
+) -> KernelChoice:
     """The kernel of a table on this rank. Depends on what the table is, never on its size.
 
     Where slots are not in host memory FBGEMM's kernel is tried first, once a process; see `probe`. Weight decay always
-    goes to ``"torch"``: FBGEMM's kernels ignore it.
+    goes to ``"torch"``: FBGEMM's kernels ignore it. So do rows of 16 bits, which they round by chance or otherwise.
 
     Raises:
         BackendError: The device, or what its backend should answer, is missing.
     """
     if optimizer.weight_decay != 0.0:
         return KernelChoice("torch", "FBGEMM's kernels ignore weight_decay")
+    if row_type is not RowType.FLOAT32:
+        return KernelChoice("torch", f"FBGEMM's kernels serve float32 rows here, not {row_type.dtype}")
     backend = resolve_backend(device.type)
     offer = backend.tbe_placement(KernelRequest(optimizer=optimizer.kind, dim=dim, is_weighted=is_weighted))
     if not isinstance(offer, (str, TbePlacement)):
@@ -79,7 +89,13 @@ def make_kernel(spec: KernelSpec, name: str | None = None) -> LookupKernel:
     """
     if name is None:
         names = {
-            kernel_choice(spec.optimizer, dim=table.dim, is_weighted=spec.is_weighted, device=spec.device).name
+            kernel_choice(
+                spec.optimizer,
+                dim=table.dim,
+                is_weighted=spec.is_weighted,
+                device=spec.device,
+                row_type=spec.row_type,
+            ).name
             for table in spec.tables
         }
         assert len(names) == 1, f"tables of one spec need different kernels: {names}"
@@ -99,8 +115,9 @@ def group_tables(
     dim: Callable[[TableT], int],
     optimizer: Callable[[TableT], OptimizerSpec],
     name: Callable[[TableT], str],
+    row_type: Callable[[TableT], RowType] = lambda _: RowType.FLOAT32,
 ) -> list[list[TableT]]:
-    """Put tables together that may share a kernel: same kernel class, equal optimizer (learning rate included).
+    """Put tables together that may share a kernel: same class, row type and optimizer (learning rate included).
 
     `TorchKernel` runs once for every dim that it holds, so there tables of different dims are kept apart too.
 
@@ -109,6 +126,7 @@ def group_tables(
         dim: D of one.
         optimizer: That of one.
         name: The kernel that serves one.
+        row_type: Of one's weights.
 
     Returns:
         Groups in order of their first table; tables of a group in the order given.
@@ -117,5 +135,5 @@ def group_tables(
     for table in tables:
         d, o = dim(table), optimizer(table)
         kernel = name(table)
-        groups.setdefault((kernel, o, d if kernel == "torch" else None), []).append(table)
+        groups.setdefault((kernel, o, row_type(table), d if kernel == "torch" else None), []).append(table)
     return list(groups.values())

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from hybridrec.errors import ConfigError
+from hybridrec.row_type import RowType
 from hybridrec.types import RowState
 
 OptimizerKind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "none"]
@@ -302,7 +303,7 @@ _ROWWISE_ADAGRAD = _Source(
 # FBGEMM takes every argument with every optimizer; those that the optimizer does not read must be neutral here.
 # Its EXACT_SGD and EXACT_ADAGRAD ignore weight_decay; its Adam decouples it.
 # max_gradient is read where gradient_clipping is True.
-# Stochastic rounding concerns float16 rows only; rows are float32.
+# Stochastic rounding concerns rows of 16 bits only; see `refuse_stochastic_rounding`.
 _FBGEMM_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stochastic_rounding": (),
     "gradient_clipping": (False,),
@@ -323,6 +324,26 @@ _READ: Mapping[OptimizerKind, tuple[str, ...]] = {
     "none": (),
 }
 _FBGEMM_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
+
+
+def refuse_stochastic_rounding(arguments: Mapping[str, Any], row_type: RowType, *, table: str) -> None:
+    """Rows of 16 bits are rounded to the nearest: chance would make them depend on more than the batches.
+
+    Args:
+        arguments: Of the optimizer.
+        row_type: Of the table's weights; to float32 rows the argument means nothing.
+        table: Name for messages.
+
+    Raises:
+        ConfigError: They ask for it.
+    """
+    if row_type is not RowType.FLOAT32 and arguments.get("stochastic_rounding"):
+        raise ConfigError(
+            f"table {table!r}: stochastic_rounding={arguments['stochastic_rounding']!r} is not available for hashed "
+            f"tables; {row_type.dtype} rows are rounded to the nearest. Pass stochastic_rounding=False."
+        )
+
+
 _LEARNING_RATE = {"lr": "learning_rate", "learning_rate": "learning_rate"}
 
 

@@ -20,6 +20,7 @@ from hybridrec.kernels.base import KernelSpec, LookupKernel, PendingUpdate, Slot
 from hybridrec.kernels.optimizer_rules import updated_rows
 from hybridrec.kernels.row_gradients import group_by_row, sum_bags
 from hybridrec.kernels.slot_memory import zeros
+from hybridrec.row_type import RowType
 
 _BLOCK_FLOATS = 1 << 17
 """Floats of rows that are stepped at once on the host: with its temporaries, a block fits a core's cache."""
@@ -58,7 +59,9 @@ class _Buffer:
         self.needs_first_row = any(first_row_F)
         self.first_row_F = torch.tensor(first_row_F, dtype=torch.int64, device=spec.device)
         num_rows = self.spare_row + 1
-        self.weights = zeros((num_rows, dim), spec.device)
+        self.is_float32 = spec.row_type is RowType.FLOAT32
+        self.words = zeros((num_rows, spec.row_type.num_words(dim)), spec.device)
+        self.weights = spec.row_type.values(self.words, dim)
         self.states = [
             zeros((num_rows,) if state.is_row_wise else (num_rows, dim), spec.device)
             for state in spec.optimizer.row_states()
@@ -67,7 +70,7 @@ class _Buffer:
     def slot_arrays(self, table: int) -> SlotArrays:
         rows = self.rows_of_table[table]
         return SlotArrays(
-            weights=self.weights.data[rows],
+            weights=self.words.data[rows],
             row_states=tuple(s.data[rows] for s in self.states if s.dim() == 2),
             row_wise_states=tuple(s.data[rows] for s in self.states if s.dim() == 1),
         )
@@ -170,7 +173,11 @@ class TorchKernel(LookupKernel):
 
     def _lookup(self, buffer: _Buffer, occurrences: _Occurrences, num_bags: int) -> Tensor:
         """float32 [B, F, D], contiguous."""
-        pooled = sum_bags(buffer.weights, occurrences.rows, occurrences.offsets, occurrences.weights)
+        table, rows_N = buffer.weights, occurrences.rows
+        if not buffer.is_float32:  # embedding_bag would round the sums to the type of the rows
+            table = table.index_select(0, rows_N).float()
+            rows_N = torch.arange(rows_N.shape[0], device=rows_N.device)
+        pooled = sum_bags(table, rows_N, occurrences.offsets, occurrences.weights)
         return pooled.view(len(buffer.features), num_bags, buffer.dim).transpose(0, 1).contiguous()
 
     def _bag_grads(self, buffer: _Buffer, grad: Tensor) -> Tensor:
@@ -207,12 +214,12 @@ class TorchKernel(LookupKernel):
         """Replace rows and their states. Rows are independent of one another, so blocks of them give the same bits."""
         weights, states = updated_rows(
             self.spec.optimizer,
-            buffer.weights.index_select(0, rows_U),
+            buffer.weights.index_select(0, rows_U).float(),
             [state.index_select(0, rows_U) for state in buffer.states],
             grads_UD,
             step=step,
             learning_rate=lookup.learning_rate,
         )
-        buffer.weights.index_copy_(0, rows_U, weights)
+        buffer.weights.index_copy_(0, rows_U, weights.to(buffer.weights.dtype))  # to the nearest, ties to even
         for state, values in zip(buffer.states, states, strict=True):
             state.index_copy_(0, rows_U, values)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hybridrec.backend import HOST
 from hybridrec.config import TableConfig
 from hybridrec.errors import CapacityError, ConfigError, StateError
-from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.kernels.optimizer import OptimizerSpec, refuse_stochastic_rounding
 from hybridrec.kernels.optimizer_rules import updated_rows
 from hybridrec.modules.nominal_parameter import conversion_probe, nominal_parameter
 from hybridrec.native import initial_rows, mix64, table_seed
@@ -43,12 +43,12 @@ class HashEmbeddingBag(nn.Module):
         """
         super().__init__()
         self.config = config
-        self.weight = nominal_parameter(config.num_embeddings, config.embedding_dim)
+        self.weight = nominal_parameter(config.num_embeddings, config.embedding_dim, dtype=config.row_type.dtype)
         self._row_of_id: dict[int, int] = {}
         self._score_of_id: dict[int, int] = {}  # ordinal of the last batch that used the id
         self._free_rows: list[int] = []
         self._version = 0  # rises whenever rows change
-        self._rows = torch.empty((0, config.embedding_dim), dtype=torch.float32, device=device)
+        self._rows = torch.empty((0, config.embedding_dim), dtype=config.row_type.dtype, device=device)
         self._states: tuple[Tensor, ...] = ()
         self._spec = ShardSpec(
             name=config.name,
@@ -58,6 +58,7 @@ class HashEmbeddingBag(nn.Module):
             state_initial_values=(),
             num_slots=0,
             planned_rows=config.planned_rows,
+            row_type=config.row_type,
             table_seed=table_seed(config.seed, config.name),
             **config.initializer.to_spec_fields(),
         )
@@ -82,16 +83,17 @@ class HashEmbeddingBag(nn.Module):
             ids_N: int64 [N], host memory, repetitions allowed.
 
         Returns:
-            float32 [N, D] on `rows_device`, a copy.
+            float32 [N, D] on `rows_device`, a copy, whatever the rows' own type.
         """
         row_numbers = [self._row_of_id.get(i, -1) for i in ids_N.tolist()]
         numbers_N = torch.tensor(row_numbers, dtype=torch.int64, device=HOST)
         known = numbers_N >= 0
-        rows_ND = self._rows.new_empty((len(row_numbers), self.config.embedding_dim))
-        rows_ND[known.to(self.rows_device)] = self._rows[numbers_N[known].to(self.rows_device)]
+        shape = (len(row_numbers), self.config.embedding_dim)
+        rows_ND = self._rows.new_empty(shape, dtype=torch.float32)
+        rows_ND[known.to(self.rows_device)] = self._rows[numbers_N[known].to(self.rows_device)].float()
         if not bool(known.all()):
             initial = initial_rows(self._spec, mix64(ids_N[~known].contiguous()))
-            rows_ND[(~known).to(self.rows_device)] = initial.to(self.rows_device)
+            rows_ND[(~known).to(self.rows_device)] = initial.float().to(self.rows_device)
         return rows_ND
 
     def check_room(self, ids_N: Tensor, *, ordinal: int) -> None:
@@ -162,6 +164,7 @@ class HashEmbeddingBag(nn.Module):
                 f"table {name!r} {problem}. Call apply_optimizer_in_backward(torch.optim.Adagrad, "
                 "collection.parameters(), {'lr': ...}) once before training."
             )
+        refuse_stochastic_rounding(self.weight._optimizer_kwargs[0], self.config.row_type, table=name)
         spec = OptimizerSpec.from_class(classes[0], self.weight._optimizer_kwargs[0], table=name)
         dims = [1 if s.is_row_wise else 2 for s in spec.row_states()]
         if self._states and [s.dim() for s in self._states] != dims:
@@ -197,13 +200,13 @@ class HashEmbeddingBag(nn.Module):
         numbers_U = self._rows_for(unique_ids_U, spec, ordinal=ordinal)
         rows_UD, states = updated_rows(
             spec,
-            self._rows[numbers_U],
+            self._rows[numbers_U].float(),
             [state[numbers_U] for state in self._states],
             grads_UD,
             step=ordinal,
             learning_rate=learning_rate,
         )
-        self._rows[numbers_U] = rows_UD
+        self._rows[numbers_U] = rows_UD.to(self._rows.dtype)  # to the nearest, ties to even
         for state, new in zip(self._states, states, strict=True):
             state[numbers_U] = new
 
@@ -220,7 +223,7 @@ class HashEmbeddingBag(nn.Module):
         self._row_of_id.update(zip(new_ids.tolist(), new_numbers, strict=True))
         self._score_of_id.update(dict.fromkeys(ids, ordinal))
         numbers = torch.tensor(new_numbers, dtype=torch.int64, device=self.rows_device)
-        self._rows[numbers] = new_rows_UD
+        self._rows[numbers] = new_rows_UD.to(self._rows.dtype)
         for state, row_state in zip(self._states, spec.row_states(), strict=True):
             state[numbers] = row_state.initial_value
         return torch.tensor([self._row_of_id[i] for i in ids], dtype=torch.int64, device=self.rows_device)
@@ -252,7 +255,12 @@ class HashEmbeddingBag(nn.Module):
         """Numbers of ``count`` free rows; the tensors grow to twice what is needed."""
         if not self._states:  # rows that came without states, from a state_dict of SGD, start like new ones
             self._states = tuple(
-                self._rows.new_full((len(self._rows),) if s.is_row_wise else self._rows.shape, s.initial_value)
+                torch.full(
+                    (len(self._rows),) if s.is_row_wise else self._rows.shape,
+                    s.initial_value,
+                    dtype=torch.float32,
+                    device=self.rows_device,
+                )
                 for s in spec.row_states()
             )
         missing = count - len(self._free_rows)
@@ -266,7 +274,7 @@ class HashEmbeddingBag(nn.Module):
     # ---- what torch.nn.Module asks ---------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Rows for ``state_dict()``: ids int64 [R], rows float32 [R, D], states, scores int64 [R]."""
+        """Rows for ``state_dict()``: ids int64 [R], rows [R, D], states, scores int64 [R]."""
         ids = list(self._row_of_id)
         numbers = torch.tensor([self._row_of_id[i] for i in ids], dtype=torch.int64, device=self.rows_device)
         return {
@@ -280,13 +288,18 @@ class HashEmbeddingBag(nn.Module):
         """Replace all rows by those of a ``state_dict()``.
 
         Raises:
-            ConfigError: The rows have another dim.
+            ConfigError: The rows have another dim or type.
         """
         ids, rows = state["ids"].tolist(), state["rows"]
         if tuple(rows.shape) != (len(ids), self.config.embedding_dim):
             raise ConfigError(
                 f"table {self.config.name!r}: rows in the state_dict have shape {list(rows.shape)} for {len(ids):,} "
                 f"ids, the table has embedding_dim={self.config.embedding_dim}. Load it under the config of the save."
+            )
+        if rows.dtype != self._rows.dtype:
+            raise ConfigError(
+                f"table {self.config.name!r}: rows in the state_dict are {rows.dtype}, those of the table "
+                f"{self._rows.dtype} (data_type). Load it under the config of the save."
             )
         self._version += 1
         self._row_of_id = {i: row for row, i in enumerate(ids)}
@@ -298,10 +311,11 @@ class HashEmbeddingBag(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HashEmbeddingBag:
         """``model.to(device)`` moves the rows; the nominal parameter stays on the meta device."""
         moved = fn(conversion_probe(self.config.embedding_dim, self._rows))
-        if moved.dtype != torch.float32:
+        if moved.dtype != self._rows.dtype:
             raise ConfigError(
-                f"table {self.config.name!r}: rows of hashed tables are float32, they cannot become {moved.dtype}. "
-                "Convert the dense part of the model alone, or use autocast."
+                f"table {self.config.name!r}: its rows are {self._rows.dtype}, they cannot become {moved.dtype}. "
+                "Convert the dense part of the model alone, or use autocast; data_type of the table's config decides "
+                "what its rows are."
             )
         if moved.device.type != "meta":
             self._rows, self._states = (fn(self._rows), tuple(fn(state) for state in self._states))

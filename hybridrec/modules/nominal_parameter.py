@@ -68,7 +68,7 @@ class NominalParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle shape and attributes; the state comes last, as attributes may refer to this parameter."""
-        return nominal_parameter, (*self.shape, self.requires_grad), dict(self.__dict__)
+        return nominal_parameter, (*self.shape, self.requires_grad, self.dtype), dict(self.__dict__)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Attributes from a pickle."""
@@ -79,9 +79,11 @@ class NominalParameter(nn.Parameter):
         return f"NominalParameter(shape={list(self.shape)}, requires_grad={self.requires_grad})"
 
 
-def nominal_parameter(num_embeddings: int, dim: int, requires_grad: bool = True) -> NominalParameter:
-    """A float32 [num_embeddings, dim] parameter without memory."""
-    data = torch.empty((num_embeddings, dim), device=_META, dtype=torch.float32)
+def nominal_parameter(
+    num_embeddings: int, dim: int, requires_grad: bool = True, dtype: torch.dtype = torch.float32
+) -> NominalParameter:
+    """A [num_embeddings, dim] parameter without memory."""
+    data = torch.empty((num_embeddings, dim), device=_META, dtype=dtype)
     return NominalParameter(data, requires_grad)
 
 

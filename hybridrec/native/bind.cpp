@@ -26,6 +26,7 @@ using hybridrec::InitialRows;
 using hybridrec::InitKind;
 using hybridrec::KeyBatch;
 using hybridrec::Plan;
+using hybridrec::RowType;
 using hybridrec::ShardGroup;
 using hybridrec::ShardSpec;
 using hybridrec::SlotPointers;
@@ -52,7 +53,7 @@ FullPolicy parse_full_policy(const std::string& name) {
   throw std::invalid_argument("full_policy is '" + name + "'. It must be 'grow', 'evict' or 'error'.");
 }
 
-InitialRows make_initial_rows(uint32_t dim, uint32_t first_column, uint64_t seed, int kind, double a, double b,
+InitialRows make_initial_rows(uint32_t dim, int row_type, uint32_t first_column, uint64_t seed, int kind, double a, double b,
                               Address bank, uint64_t bank_rows) {
   InitialRows rows;
   rows.kind = static_cast<InitKind>(kind);
@@ -62,6 +63,7 @@ InitialRows make_initial_rows(uint32_t dim, uint32_t first_column, uint64_t seed
   rows.bank_rows = bank_rows;
   rows.seed = seed;
   rows.dim = dim;
+  rows.row_type = static_cast<RowType>(row_type);
   rows.first_column = first_column;
   rows.validate();
   return rows;
@@ -85,24 +87,25 @@ void bind_functions(nb::module_& m) {
       "name"_a, "The uint64 seed of one table's initial rows.");
   m.def(
       "initial_rows",
-      [](uint32_t dim, uint32_t first_column, uint64_t table_seed, int init_kind, double init_a, double init_b,
+      [](uint32_t dim, int row_type, uint32_t first_column, uint64_t table_seed, int init_kind, double init_a, double init_b,
          Address bank, uint64_t bank_rows, Address keys, size_t n, Address out) {
-        const auto rows = make_initial_rows(dim, first_column, table_seed, init_kind, init_a, init_b, bank, bank_rows);
-        for (size_t i = 0; i < n; ++i) rows.fill(at<const int64_t>(keys)[i], at<float>(out) + i * dim);
+        const auto rows = make_initial_rows(dim, row_type, first_column, table_seed, init_kind, init_a, init_b, bank, bank_rows);
+        const uint64_t words = hybridrec::weight_words(rows.row_type, dim);
+        for (size_t i = 0; i < n; ++i) rows.fill(at<const int64_t>(keys)[i], at<float>(out) + i * words);
       },
-      nb::kw_only(), "dim"_a, "first_column"_a, "table_seed"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "bank_ptr"_a,
-      "bank_rows"_a, "keys_ptr"_a, "n"_a, "out_ptr"_a, WithoutGil(), "Initial rows of int64 [n] keys -> float32 [n, dim].");
+      nb::kw_only(), "dim"_a, "row_type"_a, "first_column"_a, "table_seed"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "bank_ptr"_a,
+      "bank_rows"_a, "keys_ptr"_a, "n"_a, "out_ptr"_a, WithoutGil(), "Initial rows of int64 [n] keys -> [n, words of a row].");
 }
 
 void bind_planning(nb::module_& m) {
-  m.def("planned_host_bytes", &TableShard::planned_bytes, nb::kw_only(), "dim"_a, "num_row_states"_a,
+  m.def("planned_host_bytes", &TableShard::planned_bytes, nb::kw_only(), "wide_floats"_a,
         "num_row_wise_states"_a, "num_rows"_a, "num_slots"_a, "store_rows"_a,
         "What Counters.host_bytes will be of a shard of this shape.");
 }
 
 size_t add_table(ShardGroup& group, const std::string& name, uint32_t dim, uint32_t num_row_states,
                  uint32_t num_row_wise_states, const std::vector<double>& state_initial_values, uint32_t num_slots,
-                 uint64_t planned_rows, uint64_t max_rows, const std::string& full_policy, uint32_t first_column,
+                 uint64_t planned_rows, uint64_t max_rows, const std::string& full_policy, int row_type, uint32_t first_column,
                  uint64_t table_seed, int init_kind, double init_a, double init_b, Address bank, uint64_t bank_rows) {
   ShardSpec spec;
   spec.name = name;
@@ -114,7 +117,7 @@ size_t add_table(ShardGroup& group, const std::string& name, uint32_t dim, uint3
   spec.planned_rows = planned_rows;
   spec.max_rows = max_rows;
   spec.full_policy = parse_full_policy(full_policy);
-  spec.initial_rows = make_initial_rows(dim, first_column, table_seed, init_kind, init_a, init_b, bank, bank_rows);
+  spec.initial_rows = make_initial_rows(dim, row_type, first_column, table_seed, init_kind, init_a, init_b, bank, bank_rows);
   return group.add_table(std::move(spec));
 }
 
@@ -288,7 +291,8 @@ NB_MODULE(_native, m) {
       .def(nb::init<uint64_t, size_t>(), nb::kw_only(), "host_budget_bytes"_a = 0, "num_threads"_a = 1)
       .def("add_table", &add_table, nb::kw_only(), "name"_a, "dim"_a, "num_row_states"_a, "num_row_wise_states"_a,
            "state_initial_values"_a, "num_slots"_a, "planned_rows"_a, "max_rows"_a, "full_policy"_a,
-           "first_column"_a, "table_seed"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "bank_ptr"_a, "bank_rows"_a, WithoutGil(),
+           "row_type"_a, "first_column"_a, "table_seed"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "bank_ptr"_a,
+           "bank_rows"_a, WithoutGil(),
            "Returns the table's index. Before the first plan.")
       .def(
           "bind_slots",
@@ -298,7 +302,7 @@ NB_MODULE(_native, m) {
                                              float_pointers(row_wise_states), true});
           },
           "table"_a, "weights_ptr"_a, "row_state_ptrs"_a, "row_wise_state_ptrs"_a, WithoutGil(),
-          "float32 [C, D], M x [C, D], A x [C]; must outlive the group or the next bind.")
+          "float32 [C, words], M x [C, D], A x [C]; must outlive the group or the next bind.")
       .def("resize_slots", &ShardGroup::resize_slots, "table"_a, "num_slots"_a, WithoutGil(),
            "Only grows. Unbinds the slots.");
   bind_batches(group);

@@ -152,7 +152,7 @@ class CompiledShardGroup:
 
     def read_records(self, table: int, rows: UInt32s) -> Floats:
         spec = self._specs[table]
-        width = spec.dim * (1 + spec.num_row_states) + spec.num_row_wise_states
+        width = spec.record_floats
         records = np.empty((len(rows), width), dtype=np.float32)
         with _errors():
             self._group.read_records(table, _address(rows), len(rows), _address(records))

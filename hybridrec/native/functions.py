@@ -13,6 +13,7 @@ from hybridrec.native import reference
 from hybridrec.native.checks import MAX_ROWS, MAX_SLOTS, check_initial, check_tensor
 from hybridrec.native.core import CoreName, require_compiled_core, serving_core
 from hybridrec.native.protocol import ShardSpec
+from hybridrec.row_type import RowType
 
 
 def mix64(ids: Tensor, *, core: CoreName | None = None) -> Tensor:
@@ -45,7 +46,7 @@ def initial_rows(spec: ShardSpec, keys: Tensor, *, core: CoreName | None = None)
         core: Which core computes; None: the one that serves.
 
     Returns:
-        float32 [n, D], a new tensor.
+        [n, D] of the spec's row type, a new tensor.
 
     Raises:
         IdError: keys has another dtype, shape or place.
@@ -53,14 +54,14 @@ def initial_rows(spec: ShardSpec, keys: Tensor, *, core: CoreName | None = None)
     """
     check_tensor("initial_rows", "keys", keys, torch.int64, [None], error=IdError)
     check_initial(spec)
-    out = torch.empty((keys.numel(), spec.dim), dtype=torch.float32, device=keys.device)
+    out = torch.empty((keys.numel(), spec.weight_words), dtype=torch.float32, device=keys.device)
     if (core or serving_core()) == "reference":
         reference.initial_rows(spec, keys.detach().numpy(), out.numpy())
-        return out
-    require_compiled_core().initial_rows(
-        **initial_fields(spec), dim=spec.dim, keys_ptr=keys.data_ptr(), n=keys.numel(), out_ptr=out.data_ptr()
-    )
-    return out
+    else:
+        require_compiled_core().initial_rows(
+            **initial_fields(spec), dim=spec.dim, keys_ptr=keys.data_ptr(), n=keys.numel(), out_ptr=out.data_ptr()
+        )
+    return spec.row_type.values(out, spec.dim)
 
 
 def table_seed(seed: int, name: str, *, core: CoreName | None = None) -> int:
@@ -86,6 +87,7 @@ def planned_host_bytes(
     num_rows: int,
     num_slots: int,
     store_rows: int,
+    row_type: RowType = RowType.FLOAT32,
     core: CoreName | None = None,
 ) -> int:
     """What ``ShardGroup.counters(t).host_bytes`` will say of a table's shard. Cheap: microseconds, no allocation.
@@ -98,6 +100,7 @@ def planned_host_bytes(
         num_slots: C.
         store_rows: How many of them were ever written to the store. Chunks are counted as if these were the first that
             were inserted; rows picked at random touch up to all chunks of ``num_rows``.
+        row_type: Of the weights.
         core: Whose structures; None: those of the core that serves.
 
     Returns:
@@ -119,13 +122,23 @@ def planned_host_bytes(
         if not lowest <= value <= highest:
             raise ConfigError(f"planned_host_bytes: {name}={value:,}. Accepted: {lowest:,} to {highest:,}.")
     functions: Any = reference if (core or serving_core()) == "reference" else require_compiled_core()
-    return int(functions.planned_host_bytes(**{name: value for name, (value, _, _) in shape.items()}))
+    wide_floats = row_type.num_words(dim) + dim * num_row_states
+    return int(
+        functions.planned_host_bytes(
+            wide_floats=wide_floats,
+            num_row_wise_states=num_row_wise_states,
+            num_rows=num_rows,
+            num_slots=num_slots,
+            store_rows=store_rows,
+        )
+    )
 
 
 def initial_fields(spec: ShardSpec) -> dict[str, int | float]:
     """What the compiled core takes to make initial rows. The bank must outlive the call, or the group."""
     has_bank = isinstance(spec.bank, np.ndarray)
     return {
+        "row_type": int(spec.row_type),
         "first_column": spec.first_column,
         "table_seed": spec.table_seed,
         "init_kind": int(spec.init_kind),

@@ -3,7 +3,7 @@
 One ``ShardGroup`` holds, on one rank, the shards of all tables of one collection: for each table an id map
 (key -> row number, score), a slot index (row number <-> slot, pins, least recent use) and a chunked row store.
 The caller is one ``BatchTransaction`` a batch. Words and letters as in ``hybridrec.types`` and
-docs/design/transaction.md.
+docs/design/transaction.md. ``W`` here: 32-bit words of a row's weights, D if they are float32 (`RowType`).
 
 Memory: all arrays are host memory, C-contiguous, owned by the caller, not kept after the call returns, except those
 given to ``bind_slots``. The C++ core takes them as addresses, the reference as numpy arrays; the facade in
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+
+from hybridrec.row_type import RowType
 
 
 class InitKind(enum.IntEnum):
@@ -48,6 +50,8 @@ class ShardSpec:
     """Rows expected on this rank. Rows beyond are counted as ``grown``; no limit, no memory taken up front."""
     max_rows: int = 0
     """Quota of rows on this rank; 0 = none."""
+    row_type: RowType = RowType.FLOAT32
+    """Of the weights, which lie in words (see `RowType`); initial rows are rounded to it."""
     full_policy: str = "grow"
     """``"grow"``, ``"evict"`` or ``"error"``: what happens at the quota."""
     first_column: int = 0
@@ -59,6 +63,16 @@ class ShardSpec:
     init_b: float = 0.01
     bank: np.ndarray | None = field(default=None, repr=False)
     """float32 [n, D] for ``InitKind.BANK``; kept by the group."""
+
+    @property
+    def weight_words(self) -> int:
+        """Floats that a row's weights take: D if they are float32."""
+        return self.row_type.num_words(self.dim)
+
+    @property
+    def record_floats(self) -> int:
+        """Floats of a record: weights, M row-sized states, A row-wise states."""
+        return self.weight_words + self.dim * self.num_row_states + self.num_row_wise_states
 
 
 class PlanStatus(enum.IntEnum):
@@ -122,7 +136,7 @@ class ShardGroup(Protocol):
     def bind_slots(
         self, table: int, weights: object, row_states: Sequence[object], row_wise_states: Sequence[object]
     ) -> None:
-        """Tell where the slots of a table are in host memory: weights [C, D], M x [C, D], A x [C], float32.
+        """Tell where the slots of a table are in host memory: weights [C, W], M x [C, D], A x [C], float32.
 
         The arrays must outlive the group or the next bind. Only needed for ``swap``, ``flush`` and ``read_rows``.
         """
@@ -174,7 +188,7 @@ class ShardGroup(Protocol):
         """int64 [sum L], int64 [sum V], written: the slots, table after table."""
 
     def scatter_victims(self, ordinal: int, staging: object) -> None:
-        """Staging -> store. float32, table after table, V records of D * (1 + M) + A floats.
+        """Staging -> store. float32, table after table, V records of W + D * M + A floats.
 
         Before or after ``gather_loads`` of the same batch: no row that comes is one that leaves. The batch is moved
         when both were called; where V is 0 in all tables, ``gather_loads`` alone is enough and this call, if any, must
@@ -182,7 +196,7 @@ class ShardGroup(Protocol):
         """
 
     def gather_loads(self, ordinal: int, staging: object) -> None:
-        """Store or initial rows -> staging. float32, table after table, L records of D * (1 + M) + A floats.
+        """Store or initial rows -> staging. float32, table after table, L records of W + D * M + A floats.
 
         From here on the rows count as being in their slots. Called before ``scatter_victims``, the caller has read
         the victims out of those slots, or will before it writes to them.
@@ -213,7 +227,7 @@ class ShardGroup(Protocol):
         """
 
     def read_rows(self, handle: int, buffers: Sequence[object], host_only: bool) -> None:
-        """Weights of the unique keys of a read plan: table t into ``buffers[t]`` float32 [>= U_t, D].
+        """Weights of the unique keys of a read plan: table t into ``buffers[t]`` float32 [>= U_t, W].
 
         From the slot (needs ``bind_slots``), the store, or the initial row for an unknown key. ``host_only``: rows that
         are in slots are left out. Ends the handle unless ``host_only``.
@@ -249,10 +263,10 @@ class ShardGroup(Protocol):
         """(keys int64, row numbers uint32, scores uint32, slots int64 or -1, pins uint32), all [R], by row number."""
 
     def read_records(self, table: int, rows: np.ndarray) -> np.ndarray:
-        """float32 [n, D * (1 + M) + A] from the store, for rows that are not dirty in a slot; for tests and export."""
+        """float32 [n, W + D * M + A] from the store, for rows that are not dirty in a slot; for tests and export."""
 
     def write_records(self, table: int, rows: np.ndarray, records: np.ndarray) -> None:
-        """float32 [n, D * (1 + M) + A] -> store, for live rows that are not dirty in a slot. Clean slots go stale."""
+        """float32 [n, W + D * M + A] -> store, for live rows that are not dirty in a slot. Clean slots go stale."""
 
     def export_begin(self, table: int, above_score: int) -> tuple[int, int]:
         """Begin to read the table's committed rows: (handle, R), of those whose score is above ``above_score``.
@@ -263,13 +277,13 @@ class ShardGroup(Protocol):
         """
 
     def export_next(self, handle: int, ids: object, scores: object, records: object) -> None:
-        """int64 [n], int64 [n], float32 [n, D * (1 + M) + A], written: the next n rows, ascending by id."""
+        """int64 [n], int64 [n], float32 [n, W + D * M + A], written: the next n rows, ascending by id."""
 
     def export_end(self, handle: int) -> None:
         """Let go of an export; legal at any time, also a second time."""
 
     def import_rows(self, table: int, ids: object, scores: object, records: object) -> None:
-        """int64 [n], int64 [n], float32 [n, D * (1 + M) + A]: insert rows, or replace those that live.
+        """int64 [n], int64 [n], float32 [n, W + D * M + A]: insert rows, or replace those that live.
 
         Ids, not keys. A score is an ordinal from 1 to the newest one given. Of an id that comes twice the last one
         counts. Row numbers are given as by ``plan``; records go to the store, rows lose their slots; ``max_rows`` is

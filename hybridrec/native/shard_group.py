@@ -78,7 +78,7 @@ class ShardGroup:
 
         Args:
             table: Index.
-            weights: float32 [C, D].
+            weights: float32 [C, W]: words of the weights (`RowType`).
             row_states: M x float32 [C, D].
             row_wise_states: A x float32 [C].
         """
@@ -90,7 +90,7 @@ class ShardGroup:
                 f"{len(row_states)} and {len(row_wise_states)} tensors came."
             )
         for name, tensor, shape in (
-            ("weights", weights, [slots, spec.dim]),
+            ("weights", weights, [slots, spec.weight_words]),
             *((f"row_states[{i}]", s, [slots, spec.dim]) for i, s in enumerate(row_states)),
             *((f"row_wise_states[{i}]", s, [slots]) for i, s in enumerate(row_wise_states)),
         ):
@@ -175,7 +175,7 @@ class ShardGroup:
         self._core.swap_slots(ordinal, self._give(load_slots), self._give(victim_slots))
 
     def scatter_victims(self, ordinal: int, staging: Tensor) -> None:
-        """Staging -> store. float32, table after table, V records of D * (1 + M) + A floats."""
+        """Staging -> store. float32, table after table, V records of W + D * M + A floats."""
         self._check_staging("scatter_victims", ordinal, staging, column=1)
         self._core.scatter_victims(ordinal, self._give(staging))
 
@@ -190,7 +190,7 @@ class ShardGroup:
         self._check_floats(call, staging, counts[:, column].tolist())
 
     def _check_floats(self, call: str, staging: Tensor, num_records: Sequence[int]) -> None:
-        widths = [s.dim * (1 + s.num_row_states) + s.num_row_wise_states for s in self._specs]
+        widths = [s.record_floats for s in self._specs]
         floats = sum(n * w for n, w in zip(num_records, widths, strict=True))
         check_tensor(call, "staging", staging, torch.float32, [None])
         if staging.numel() < floats:
@@ -261,7 +261,7 @@ class ShardGroup:
         return int(handle)
 
     def read_rows(self, handle: int, buffers: Sequence[Tensor], host_only: bool) -> None:
-        """Weights of a read plan's unique keys: table t into ``buffers[t]``, float32 [>= U_t, D].
+        """Weights of a read plan's unique keys: table t into ``buffers[t]``, float32 [>= U_t, W].
 
         ``host_only``: rows in slots are left out. Ends the handle unless ``host_only``.
         """
@@ -269,7 +269,7 @@ class ShardGroup:
         if len(buffers) != len(self._specs):
             raise ConfigError(f"read_rows: {len(buffers)} buffers for {len(self._specs)} tables. Give one a table.")
         for t, (buffer, count, spec) in enumerate(zip(buffers, counts, self._specs, strict=True)):
-            check_tensor("read_rows", f"buffers[{t}]", buffer, torch.float32, [None, spec.dim])
+            check_tensor("read_rows", f"buffers[{t}]", buffer, torch.float32, [None, spec.weight_words])
             if len(buffer) < count:
                 raise ConfigError(f"read_rows: buffers[{t}] has {len(buffer):,} rows. Accepted: {count:,} and more.")
         self._core.read_rows(handle, [self._give(b) for b in buffers], host_only)
@@ -320,7 +320,7 @@ class ShardGroup:
             handle: Of `export_begin`.
             ids: int64 [n], written.
             scores: int64 [n], written: ordinal of the last committed batch that used the row.
-            records: float32 [n, D * (1 + M) + A], written.
+            records: float32 [n, W + D * M + A], written.
         """
         table = self._exported.get(handle)
         if table is None:
@@ -340,7 +340,7 @@ class ShardGroup:
             table: Index.
             ids: int64 [n].
             scores: int64 [n], each from 1 to the newest ordinal; see `set_ordinal`.
-            records: float32 [n, D * (1 + M) + A].
+            records: float32 [n, W + D * M + A].
 
         Raises:
             StateError: A batch is in flight, or the host budget has no room. Nothing changed.
@@ -353,7 +353,7 @@ class ShardGroup:
         spec = self._specs[table]
         check_tensor(call, "ids", ids, torch.int64, [None])
         check_tensor(call, "scores", scores, torch.int64, [len(ids)])
-        width = spec.dim * (1 + spec.num_row_states) + spec.num_row_wise_states
+        width = spec.record_floats
         check_tensor(call, "records", records, torch.float32, [len(ids), width])
 
     def clear_rows(self, table: int) -> None:
@@ -380,7 +380,7 @@ class ShardGroup:
         return result
 
     def read_records(self, table: int, rows: UInt32s) -> NDArray[np.float32]:
-        """float32 [n, D * (1 + M) + A] from the store, of live rows that are not newer in a slot."""
+        """float32 [n, W + D * M + A] from the store, of live rows that are not newer in a slot."""
         check_table("read_records", table, len(self._specs))
         _check_rows("read_records", rows)
         records: NDArray[np.float32] = self._core.read_records(table, np.ascontiguousarray(rows))
@@ -392,11 +392,11 @@ class ShardGroup:
         Args:
             table: Index.
             rows: uint32 [n], without repeats.
-            records: float32 [n, D * (1 + M) + A].
+            records: float32 [n, W + D * M + A].
         """
         spec = self._specs[check_table("write_records", table, len(self._specs))]
         _check_rows("write_records", rows)
-        width = spec.dim * (1 + spec.num_row_states) + spec.num_row_wise_states
+        width = spec.record_floats
         if records.dtype != np.float32 or records.shape != (len(rows), width):
             raise ConfigError(
                 f"write_records: records are {records.dtype} {list(records.shape)}. Accepted: float32 "

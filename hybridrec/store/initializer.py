@@ -41,6 +41,11 @@ class Uniform:
                 f"Uniform(low={low!r}, high={high!r}): high - low is no finite float32. Choose a narrower range."
             )
 
+    @property
+    def largest(self) -> float:
+        """No value is larger, signs aside."""
+        return max(abs(self.low), abs(self.high))
+
     def to_spec_fields(self) -> SpecFields:
         """Fields of `ShardSpec`."""
         return {"init_kind": InitKind.UNIFORM, "init_a": self.low, "init_b": self.high, "bank": None}
@@ -66,6 +71,11 @@ class Normal:
                 f"Normal(mean={mean!r}, std={std!r}): values 6 std from the mean are no finite float32. Lower std."
             )
 
+    @property
+    def largest(self) -> float:
+        """No value is larger, signs aside."""
+        return abs(self.mean) + 6 * self.std
+
     def to_spec_fields(self) -> SpecFields:
         """Fields of `ShardSpec`."""
         return {"init_kind": InitKind.NORMAL, "init_a": self.mean, "init_b": self.std, "bank": None}
@@ -83,6 +93,11 @@ class Constant:
 
     def __post_init__(self) -> None:
         _float32(self, "value")
+
+    @property
+    def largest(self) -> float:
+        """No value is larger, signs aside."""
+        return abs(self.value)
 
     def to_spec_fields(self) -> SpecFields:
         """Fields of `ShardSpec`."""
@@ -116,6 +131,11 @@ class Bank:
 
     def __hash__(self) -> int:
         return hash((self.rows.shape, self.rows[0].tobytes()))
+
+    @property
+    def largest(self) -> float:
+        """No value is larger, signs aside."""
+        return float(np.abs(self.rows).max())
 
     def to_spec_fields(self) -> SpecFields:
         """Fields of `ShardSpec`."""

@@ -25,27 +25,28 @@ class RowChunk:
     scores_N: Tensor
     """int64 [N]: the ordinal of the last committed batch that used the row."""
     weights_ND: Tensor
-    """float32 [N, D]"""
+    """[N, D] of the table's type: float32, bfloat16 or float16."""
     states: Mapping[str, Tensor] = field(default_factory=dict)
     """Optimizer state by name: float32 [N, D], or [N] of a state that has one value a row."""
 
     @classmethod
     def of_records(cls, ids_N: Tensor, scores_N: Tensor, records: Tensor, layout: RowStateLayout) -> RowChunk:
-        """Views of float32 [N, record]: weights, row-sized states, row-wise states."""
+        """Views of float32 [N, record]: words of the weights, row-sized states, row-wise states."""
         slices = layout.record_slices
         states = {s.name: records[:, slices[s.name]] for s in layout.states}
         for state in layout.row_wise_states:
             states[state.name] = states[state.name].squeeze(1)
-        return cls(ids_N=ids_N, scores_N=scores_N, weights_ND=records[:, slices["weights"]], states=states)
+        weights_ND = layout.row_type.values(records[:, slices["weights"]], layout.dim)
+        return cls(ids_N=ids_N, scores_N=scores_N, weights_ND=weights_ND, states=states)
 
     def records(self, layout: RowStateLayout) -> Tensor:
         """float32 [N, record], contiguous: what `of_records` was given, or a copy."""
         whole = self.weights_ND._base
         if whole is not None and whole.shape == (len(self.ids_N), layout.record_floats) and whole.is_contiguous():
             return whole
-        records = self.weights_ND.new_empty((len(self.ids_N), layout.record_floats))
+        records = torch.empty((len(self.ids_N), layout.record_floats), dtype=torch.float32)
         slices = layout.record_slices
-        records[:, slices["weights"]] = self.weights_ND
+        records[:, slices["weights"]] = layout.row_type.words(self.weights_ND)
         for state in layout.states:
             part = self.states[state.name]
             records[:, slices[state.name]] = part.unsqueeze(1) if state.is_row_wise else part

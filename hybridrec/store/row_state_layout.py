@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridrec.errors import ConfigError
+from hybridrec.row_type import RowType
 from hybridrec.types import RowState
 
 FLOAT_BYTES = 4
@@ -18,6 +19,8 @@ INDEX_BYTES = 24
 class RowStateLayout:
     """The parts of a row: weights [D], M row-sized states [D], A row-wise states (one float each), in this order.
 
+    Weights take `RowType.num_words` floats: D, or half of that if they have 16 bits. States are float32.
+
     A staging record is all of them, one after the other. The store keeps row-wise states apart, so that one more
     float does not cost a row a cache line.
 
@@ -29,6 +32,8 @@ class RowStateLayout:
     """D."""
     states: tuple[RowState, ...] = ()
     """In any order; ``row_states`` and ``row_wise_states`` keep it within their kind."""
+    row_type: RowType = RowType.FLOAT32
+    """Of the weights."""
 
     def __post_init__(self) -> None:
         if self.dim < 1:
@@ -53,9 +58,14 @@ class RowStateLayout:
         return tuple(state.initial_value for state in (*self.row_states, *self.row_wise_states))
 
     @property
+    def weight_words(self) -> int:
+        """Floats that the weights take."""
+        return self.row_type.num_words(self.dim)
+
+    @property
     def record_floats(self) -> int:
-        """Floats of a staging record: D * (1 + M) + A."""
-        return self.dim * (1 + len(self.row_states)) + len(self.row_wise_states)
+        """Floats of a staging record: those of the weights, D * M, and A."""
+        return self.weight_words + self.dim * len(self.row_states) + len(self.row_wise_states)
 
     @property
     def slot_bytes(self) -> int:
@@ -65,7 +75,7 @@ class RowStateLayout:
     @property
     def stride_bytes(self) -> int:
         """From one row's weights and row-sized states in the store to the next row's."""
-        used = self.dim * (1 + len(self.row_states)) * FLOAT_BYTES
+        used = (self.record_floats - len(self.row_wise_states)) * FLOAT_BYTES
         return -(-used // LINE_BYTES) * LINE_BYTES
 
     @property
@@ -80,9 +90,9 @@ class RowStateLayout:
 
     @property
     def record_slices(self) -> dict[str, slice]:
-        """Columns of a staging record: ``"weights"`` and the name of every state."""
-        slices = {"weights": slice(0, self.dim)}
-        start = self.dim
+        """Floats of a staging record: ``"weights"`` (their words) and the name of every state."""
+        slices = {"weights": slice(0, self.weight_words)}
+        start = self.weight_words
         for state in (*self.row_states, *self.row_wise_states):
             stop = start + (1 if state.is_row_wise else self.dim)
             slices[state.name] = slice(start, stop)

@@ -36,7 +36,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-    types = {"I64": np.int64, "F32": np.float32}
+    types = {"I64": np.int64, "F32": np.float32, "BF16": np.int16, "F16": np.int16}
     tensors = {
         name: np.frombuffer(data[slice(*t["data_offsets"])], types[t["dtype"]]).reshape(t["shape"])
         for name, t in header.items()

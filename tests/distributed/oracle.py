@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
 from hybridrec.kernels.factory import make_kernel
 from hybridrec.kernels.optimizer import OptimizerSpec
+from hybridrec.row_type import RowType
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -32,6 +33,8 @@ class Table:
     features: tuple[str, ...]
     is_mean: bool = False
     seed: int = 0
+    row_type: str = "float32"
+    """Of the weights: or "bfloat16", "float16"."""
     owners: tuple[tuple[int, int], ...] = ()
     """(columns, rank) of each part that one rank has, in the order of the columns; none: row-wise. Ranks count modulo
     the number of ranks."""
@@ -98,6 +101,12 @@ def initial_row(table: Table, id_: int) -> np.ndarray:
     return row
 
 
+def words_of(row: np.ndarray, row_type: str) -> np.ndarray:
+    """float32: the bytes of a row of that type, filled up with zeros to whole words."""
+    values = torch.from_numpy(row).to(getattr(torch, row_type)).view(torch.uint8).numpy().tobytes()
+    return np.frombuffer(values + bytes(-len(values) % 4), np.float32).copy()
+
+
 def owner(id_: int, world_size: int) -> int:
     return mix64(id_) % world_size
 
@@ -139,12 +148,13 @@ class Oracle:
                     optimizer=optimizer,
                     is_weighted=is_weighted,
                     device=device,
+                    row_type=RowType[table.row_type.upper()],
                 )
             )
             arrays = kernel.slot_arrays(0)
             for id_, row in rows.items():
                 columns = slice(part.first, part.first + part.dim)
-                arrays.weights[row] = torch.from_numpy(initial_row(table, id_)[columns])
+                arrays.weights[row] = torch.from_numpy(words_of(initial_row(table, id_)[columns], table.row_type))
             states = optimizer.row_states()
             for array, state in zip(arrays.row_states, [s for s in states if not s.is_row_wise], strict=True):
                 array.fill_(state.initial_value)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingEnv, ShardMetadata
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -45,6 +45,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.05, "eps": 1e-8}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
 }
+DATA_TYPES = {"float32": DataType.FP32, "bfloat16": DataType.BF16, "float16": DataType.FP16}
 EXTREME_IDS = (0, 1, -1, 2**63 - 1, -(2**63), -(2**63) + 1, 2**32, -(2**32), 2**53 + 1)
 TABLES = (
     Table(name="user", dim=8, features=("user",)),
@@ -203,6 +204,7 @@ def _collection(scenario: Scenario, slots: dict[str, int]) -> nn.Module:
             feature_names=list(t.features),
             **({} if scenario.is_sequence else {"pooling": PoolingType.MEAN if t.is_mean else PoolingType.SUM}),
             seed=t.seed,
+            data_type=DATA_TYPES[t.row_type],
             device_rows=slots[t.name] if scenario.cache != "default" and scenario.kernel != "fused" else None,
             initializer=Uniform(-0.1, 0.1),
         )

@@ -60,7 +60,7 @@ class Slots:
     """The slots of one table. Fresh memory is NaN: a row that was never put there shows."""
 
     def __init__(self, spec: ShardSpec, num_slots: int) -> None:
-        self.weights = torch.full((num_slots, spec.dim), torch.nan)
+        self.weights = torch.full((num_slots, spec.weight_words), torch.nan)
         self.row_states = [torch.full((num_slots, spec.dim), torch.nan) for _ in range(spec.num_row_states)]
         self.row_wise = [torch.full((num_slots,), torch.nan) for _ in range(spec.num_row_wise_states)]
 

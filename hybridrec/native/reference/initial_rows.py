@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hybridrec.native.protocol import InitKind, ShardSpec
 from hybridrec.native.reference.mix64 import GOLDEN, mix64_uint64
+from hybridrec.row_type import RowType
 
 _LOW_24_BITS = np.uint64(2**24 - 1)
 _LOW_16_BITS = np.uint64(2**16 - 1)
@@ -17,7 +18,38 @@ _IRWIN_HALL_MEAN = 12 * (2**16 - 1) // 2
 
 
 def initial_rows(spec: ShardSpec, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-    """The rows that keys have before they were ever trained.
+    """The rows that keys have before they were ever trained, as words (`RowType`).
+
+    Args:
+        spec: Of the table; see `initial_floats`.
+        keys: int64 [n].
+        out: float32 [n, words], written. The words of a row lie next to each other.
+    """
+    if spec.row_type is RowType.FLOAT32:
+        initial_floats(spec, keys, out)
+        return
+    floats = np.empty((len(keys), spec.dim), dtype=np.float32)
+    initial_floats(spec, keys, floats)
+    halves = np.zeros((len(keys), 2 * spec.weight_words), dtype="<u2")
+    halves[:, : spec.dim] = _bfloat16(floats) if spec.row_type is RowType.BFLOAT16 else _float16(floats)
+    out[...] = halves.view("<f4")
+
+
+def _bfloat16(floats: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits, rounded to the nearest and ties to even."""
+    bits = floats.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+    return rounded.astype(np.uint16)
+
+
+def _float16(floats: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """As above; numpy rounds so."""
+    with np.errstate(over="ignore", under="ignore"):
+        return floats.astype(np.float16).view(np.uint16)
+
+
+def initial_floats(spec: ShardSpec, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+    """The same before they are rounded to the row type.
 
     Args:
         spec: dim, first_column, table_seed, init_kind, init_a, init_b and bank are read.

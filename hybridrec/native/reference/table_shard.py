@@ -94,11 +94,12 @@ class SlotMemory:
 
     def write(self, slot: int, record: NDArray[np.float32]) -> None:
         """Fill a slot."""
-        dim = self.weights.shape[1]
-        for i, array in enumerate(self._wide):
-            array[slot] = record[i * dim : (i + 1) * dim]
+        start = 0
+        for array in self._wide:
+            array[slot] = record[start : start + array.shape[1]]
+            start += array.shape[1]
         for i, array in enumerate(self._narrow):
-            array[slot] = record[len(self._wide) * dim + i]
+            array[slot] = record[start + i]
 
 
 class TableShard:
@@ -106,7 +107,7 @@ class TableShard:
 
     def __init__(self, spec: ShardSpec) -> None:
         self.spec = spec
-        self.record_floats = spec.dim * (1 + spec.num_row_states) + spec.num_row_wise_states
+        self.record_floats = spec.record_floats
         self.ids = IdMap()
         self.slots = SlotIndex(spec.num_slots)
         self.store = RowStore(self.record_floats)
@@ -282,10 +283,10 @@ class TableShard:
         """float32 [n, record]: initial weights, then every state's initial value."""
         spec = self.spec
         records = np.empty((len(keys), self.record_floats), dtype=np.float32)
-        initial_rows(spec, keys, records[:, : spec.dim])
+        initial_rows(spec, keys, records[:, : spec.weight_words])
         wide = np.array(spec.state_initial_values[: spec.num_row_states], dtype=np.float32).repeat(spec.dim)
         narrow = np.array(spec.state_initial_values[spec.num_row_states :], dtype=np.float32)
-        records[:, spec.dim :] = np.concatenate([wide, narrow])
+        records[:, spec.weight_words :] = np.concatenate([wide, narrow])
         return records
 
     def flush(self, records: Iterable[NDArray[np.float32]]) -> None:
@@ -448,14 +449,14 @@ class TableShard:
     # ---- what is where -------------------------------------------------------------------------------------------
 
     def weights_on_host(self, keys: list[int]) -> Records:
-        """float32 [n, D]: rows that are in no slot, from the store; initial rows of unknown keys."""
-        weights = np.empty((len(keys), self.spec.dim), dtype=np.float32)
+        """float32 [n, words]: rows that are in no slot, from the store; initial rows of unknown keys."""
+        weights = np.empty((len(keys), self.spec.weight_words), dtype=np.float32)
         rows = [self.ids.find(key) for key in keys]
         unknown = [i for i, row in enumerate(rows) if row is None]
-        weights[unknown] = self.initial_records(np.array(keys, dtype=np.int64)[unknown])[:, : self.spec.dim]
+        weights[unknown] = self.initial_records(np.array(keys, dtype=np.int64)[unknown])[:, : self.spec.weight_words]
         for i, row in enumerate(rows):
             if row is not None:
-                weights[i] = self.store.read(row)[: self.spec.dim]
+                weights[i] = self.store.read(row)[: self.spec.weight_words]
         return weights
 
     @property

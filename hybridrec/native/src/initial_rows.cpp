@@ -58,7 +58,36 @@ void InitialRows::validate() const {
   }
 }
 
+uint16_t float16_of(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  const uint32_t size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return sign | 0x7e00;    // NaN
+  if (size >= 0x477ff000) return sign | 0x7c00;   // from 65520 on: infinity
+  if (size < 0x33000001) return sign;             // up to 2^-25: zero
+  uint32_t kept = size - 0x38000000, drop = 13;   // the exponent's bias is 112 less
+  if (size < 0x38800000) {                        // below 2^-14: no leading one is left out
+    kept = (size & 0x7fffff) | 0x800000;
+    drop = 126 - (size >> 23);
+  }
+  const uint32_t half = uint32_t{1} << (drop - 1);
+  return sign | static_cast<uint16_t>((kept + half - 1 + (kept >> drop & 1)) >> drop);
+}
+
 void InitialRows::fill(int64_t key, float* out) const {
+  if (row_type == RowType::kFloat32) return fill_floats(key, out);
+  thread_local std::vector<float> floats;
+  floats.resize(dim);
+  fill_floats(key, floats.data());
+  const auto convert = row_type == RowType::kBFloat16 ? bfloat16_of : float16_of;
+  for (uint32_t c = 0; c < dim; c += 2) {
+    const uint32_t high = c + 1 < dim ? convert(floats[c + 1]) : 0;
+    const uint32_t both = high << 16 | convert(floats[c]);
+    std::memcpy(out + c / 2, &both, sizeof(both));
+  }
+}
+
+void InitialRows::fill_floats(int64_t key, float* out) const {
   const uint64_t base = mix64(static_cast<uint64_t>(key) + seed);
   switch (kind) {
     case InitKind::kUniform:

@@ -63,7 +63,7 @@ void ShardGroup::read_rows(uint64_t handle, const std::vector<float*>& buffers, 
     for (size_t i = 0; i < keys.size(); ++i) {
       tables_[t]->prefetch_key(keys[std::min(i + kKeysAhead, keys.size() - 1)]);
       if (host_only && tables_[t]->slot_of_key(keys[i]) >= 0) continue;
-      tables_[t]->read_weights(keys[i], buffers[t] + i * tables_[t]->spec().dim);
+      tables_[t]->read_weights(keys[i], buffers[t] + i * tables_[t]->spec().weight_words());
     }
   });
   if (!host_only) reads_.erase(handle);

@@ -20,7 +20,7 @@ TableShard::TableShard(ShardSpec spec, Budget& budget)
     : spec_(std::move(spec)),
       budget_(budget),
       ids_(budget),
-      store_(budget, spec_.dim, spec_.num_row_states, spec_.num_row_wise_states),
+      store_(budget, spec_.wide_floats(), spec_.num_row_wise_states),
       slots_(budget) {
   if (!slots_.grow(spec_.num_slots)) {
     throw std::runtime_error("table '" + spec_.name + "': the index of its slots needs " +
@@ -29,10 +29,10 @@ TableShard::TableShard(ShardSpec spec, Budget& budget)
   }
 }
 
-uint64_t TableShard::planned_bytes(uint32_t dim, uint32_t num_row_states, uint32_t num_row_wise_states,
-                                   uint64_t num_rows, uint32_t num_slots, uint64_t store_rows) {
+uint64_t TableShard::planned_bytes(uint64_t wide_floats, uint32_t num_row_wise_states, uint64_t num_rows,
+                                   uint32_t num_slots, uint64_t store_rows) {
   Budget no_limit(0);
-  const RowStore store(no_limit, dim, num_row_states, num_row_wise_states);
+  const RowStore store(no_limit, wide_floats, num_row_wise_states);
   return IdMap::planned_bytes(num_rows) + decltype(key_of_row_)::planned_bytes(num_rows) +
          decltype(slot_of_row_)::planned_bytes(num_rows) + SlotIndex::bytes_for(num_slots) +
          store.planned_bytes(store_rows);
@@ -54,10 +54,10 @@ uint64_t TableShard::growth_bound(uint64_t n) const {
 void TableShard::write_record(uint32_t row, uint32_t slot) {
   if (!snapshots_.empty()) keep_for_snapshots(row);
   float* record = store_.record(row);
-  const uint64_t dim = spec_.dim;
-  stream_floats(record, bound_.weights + slot * dim, dim);
+  const uint64_t dim = spec_.dim, words = spec_.weight_words();
+  stream_floats(record, bound_.weights + slot * words, words);
   for (uint32_t m = 0; m < spec_.num_row_states; ++m) {
-    stream_floats(record + (m + 1) * dim, bound_.row_states[m] + slot * dim, dim);
+    stream_floats(record + words + m * dim, bound_.row_states[m] + slot * dim, dim);
   }
   for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) {
     *store_.row_wise(row, a) = bound_.row_wise_states[a][slot];
@@ -66,10 +66,10 @@ void TableShard::write_record(uint32_t row, uint32_t slot) {
 
 void TableShard::write_back_victims(const TableJournal& journal) {
   const auto& victims = journal.victims;
-  const uint64_t dim = spec_.dim;
+  const uint64_t dim = spec_.dim, words = spec_.weight_words();
   for (size_t i = 0; i < victims.size(); ++i) {
     const Victim& ahead = victims[std::min(i + kRowsAhead, victims.size() - 1)];
-    prefetch_floats(bound_.weights + ahead.slot * dim, dim);
+    prefetch_floats(bound_.weights + ahead.slot * words, words);
     for (float* states : bound_.row_states) prefetch_floats(states + ahead.slot * dim, dim);
     if (victims[i].is_dirty) write_record(victims[i].row, victims[i].slot);
   }
@@ -85,7 +85,7 @@ void TableShard::fill_initial(int64_t key, float* weights, std::span<float* cons
 
 void TableShard::load(const TableJournal& journal) {
   const auto& misses = journal.misses;
-  const uint64_t dim = spec_.dim;
+  const uint64_t dim = spec_.dim, words = spec_.weight_words();
   std::vector<float*> states(spec_.num_row_states);
   for (size_t i = 0; i < misses.size(); ++i) {
     const Unique& ahead = journal.uniques[misses[std::min(i + kRowsAhead, misses.size() - 1)]];
@@ -93,7 +93,7 @@ void TableShard::load(const TableJournal& journal) {
     const Unique& unique = journal.uniques[misses[i]];
     const uint64_t slot = journal.slots[misses[i]];
     for (size_t m = 0; m < states.size(); ++m) states[m] = bound_.row_states[m] + slot * dim;
-    float* weights = bound_.weights + slot * dim;
+    float* weights = bound_.weights + slot * words;
     if (unique.is_inserted()) {
       fill_initial(key_of_row_[unique.row], weights, states);
       for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) {
@@ -102,9 +102,9 @@ void TableShard::load(const TableJournal& journal) {
       continue;
     }
     const float* record = store_.record(unique.row);
-    std::memcpy(weights, record, dim * sizeof(float));
+    std::memcpy(weights, record, words * sizeof(float));
     for (size_t m = 0; m < states.size(); ++m) {
-      std::memcpy(states[m], record + (m + 1) * dim, dim * sizeof(float));
+      std::memcpy(states[m], record + words + m * dim, dim * sizeof(float));
     }
     for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) {
       bound_.row_wise_states[a][slot] = *store_.row_wise(unique.row, a);
@@ -123,7 +123,7 @@ void TableShard::write_initial_record(uint32_t row) {
   if (!snapshots_.empty()) keep_for_snapshots(row);
   float* record = store_.record(row);
   std::vector<float*> states(spec_.num_row_states);
-  for (size_t m = 0; m < states.size(); ++m) states[m] = record + (m + 1) * spec_.dim;
+  for (size_t m = 0; m < states.size(); ++m) states[m] = record + spec_.weight_words() + m * spec_.dim;
   fill_initial(key_of_row_[row], record, states);
   for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) {
     *store_.row_wise(row, a) = spec_.state_initial_values[spec_.num_row_states + a];
@@ -141,7 +141,7 @@ void TableShard::scatter_victims(const TableJournal& journal, const float* stagi
 
 void TableShard::gather_loads(const TableJournal& journal, float* staging) {
   const auto& misses = journal.misses;
-  const uint64_t dim = spec_.dim;
+  const uint64_t dim = spec_.dim, words = spec_.weight_words();
   const uint64_t floats = record_floats() - spec_.num_row_wise_states;
   std::vector<float*> states(spec_.num_row_states);
   for (size_t i = 0; i < misses.size(); ++i, staging += record_floats()) {
@@ -149,7 +149,7 @@ void TableShard::gather_loads(const TableJournal& journal, float* staging) {
     if (!ahead.is_inserted()) store_.prefetch_record(ahead.row);
     const Unique& unique = journal.uniques[misses[i]];
     if (unique.is_inserted()) {
-      for (size_t m = 0; m < states.size(); ++m) states[m] = staging + (m + 1) * dim;
+      for (size_t m = 0; m < states.size(); ++m) states[m] = staging + words + m * dim;
       fill_initial(key_of_row_[unique.row], staging, states);
       for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) {
         staging[floats + a] = spec_.state_initial_values[spec_.num_row_states + a];
@@ -235,8 +235,9 @@ void TableShard::read_weights(int64_t key, float* out) const {
     return;
   }
   const uint64_t slot = slot_of_row_[entry->row];
-  const float* weights = slot == kNoSlot ? store_.record(entry->row) : bound_.weights + slot * spec_.dim;
-  std::memcpy(out, weights, spec_.dim * sizeof(float));
+  const uint64_t words = spec_.weight_words();
+  const float* weights = slot == kNoSlot ? store_.record(entry->row) : bound_.weights + slot * words;
+  std::memcpy(out, weights, words * sizeof(float));
 }
 
 void TableShard::entries(int64_t* keys, uint32_t* rows, uint32_t* scores, int64_t* slots, uint32_t* pins) const {

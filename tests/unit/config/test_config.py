@@ -29,6 +29,7 @@ from hybridrec.config import (
     shard_rows,
 )
 from hybridrec.errors import ConfigError
+from hybridrec.row_type import RowType
 from hybridrec.store.initializer import Bank, Constant, Normal, Uniform
 from hybridrec.types import FullPolicy
 
@@ -55,6 +56,7 @@ def test_defaults() -> None:
         "device_rows": None,
         "seed": 0,
         "initializer": dataclasses.asdict(Uniform(-0.01, 0.01)),
+        "row_type": RowType.FLOAT32,
     }
 
 
@@ -185,7 +187,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, r"seed=9223372036854775808 does not fit in int64"),
     ({"seed": -(2**63) - 1}, r"does not fit in int64"),
     ({"seed": 0.5}, r"seed=0\.5 has type float"),
-    ({"data_type": DataType.FP16}, r"data_type=<DataType\.FP16.* is not available.*Use DataType\.FP32"),
+    ({"data_type": DataType.INT8}, r"data_type=<DataType\.INT8.* is not available.*Use DataType\.FP32, BF16 or FP16"),
+    (
+        {"data_type": DataType.FP16, "initializer": Constant(7e4)},
+        r"data_type=<DataType\.FP16.* holds values up to 65504, initial rows reach 70000\. Use DataType\.FP32",
+    ),
+    ({"data_type": DataType.BF16, "initializer": Normal(3.39e38, 1e35)}, r"data_type=<DataType\.BF16.*initial rows"),
     ({"pooling": PoolingType.NONE}, r"pooling=<PoolingType\.NONE.*Use PoolingType\.SUM or PoolingType\.MEAN"),
     ({"name": ""}, r"table '': name='' is empty"),
     ({"name": "a.b"}, r"table 'a\.b': name='a\.b' contains '\.'"),
@@ -232,7 +239,7 @@ def test_refused_at_construction(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("field", ["data_type", "pooling", "need_pos", "init_fn"])
 def test_a_plain_config_is_refused_when_it_is_resolved(field: str) -> None:
-    value = {"data_type": DataType.BF16, "pooling": PoolingType.NONE, "need_pos": True, "init_fn": "zeros"}[field]
+    value = {"data_type": DataType.INT4, "pooling": PoolingType.NONE, "need_pos": True, "init_fn": "zeros"}[field]
     config = EmbeddingBagConfig(10, 8, "user", **{field: value})
     with pytest.raises(ConfigError, match=f"table 'user': {field}="):
         resolve_table(config)

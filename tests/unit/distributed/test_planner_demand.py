@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hybridrec import HashEmbeddingBagConfig
@@ -30,7 +31,20 @@ def demand(num_embeddings: int = 10_000, dim: int = 16, **fields: object) -> Tab
     config = HashEmbeddingBagConfig(
         name="t", num_embeddings=num_embeddings, embedding_dim=dim, feature_names=["f"], **fields
     )
-    return TableDemand(table=resolve_table(config), layout=RowStateLayout(dim, ADAGRAD))
+    table = resolve_table(config)
+    return TableDemand(table=table, layout=RowStateLayout(dim, ADAGRAD, table.row_type))
+
+
+def test_rows_of_16_bits_are_accounted_as_such() -> None:
+    full, half = demand(10**6, dim=256), demand(10**6, dim=256, data_type=DataType.BF16)
+    for kernel in ("fused", "fused_uvm_caching"):
+        wide, narrow = (one.bytes_of(one.placed(kernel, 1, 0.25)) for one in (full, half))
+        slots = full.placed(kernel, 1, 0.25).num_slots
+        assert wide.device - narrow.device == slots * 512
+        store_rows = 0 if kernel == "fused" else 10**6
+        assert wide.host - narrow.host == pytest.approx(store_rows * 512, rel=0.05)
+    staging = [one.staging_bytes(one.placed("fused", 1, None), 100) for one in (full, half)]
+    assert staging[0].device - staging[1].device == 2 * 100 * 512
 
 
 def test_load_factor_gives_exactly_the_slots_that_fit() -> None:

@@ -80,9 +80,7 @@ def test_moving_a_model_keeps_rows(move: Callable[[nn.Module], nn.Module]) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"table 'user': rows of hashed tables are float32, they cannot become {dtype}"
-    ):
+    with pytest.raises(ConfigError, match=rf"table 'user': its rows are torch.float32, they cannot become {dtype}"):
         nn.Sequential(trainable()).to(dtype)
 
 

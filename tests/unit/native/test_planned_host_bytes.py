@@ -12,6 +12,7 @@ from hybridrec.errors import ConfigError
 from hybridrec.native import ShardGroup, mix64, planned_host_bytes
 from hybridrec.native.core import CoreName
 from hybridrec.native.protocol import PlanStatus, ShardSpec
+from hybridrec.row_type import RowType
 from tests.property.driver import Slots
 
 # dim, row-sized states, row-wise states, rows, slots
@@ -34,7 +35,14 @@ LARGE_SHAPES = [
 ]
 
 
-def make_group(dim: int, row_states: int, row_wise_states: int, slots: int, core: CoreName) -> ShardGroup:
+def make_group(
+    dim: int,
+    row_states: int,
+    row_wise_states: int,
+    slots: int,
+    core: CoreName,
+    row_type: RowType = RowType.FLOAT32,
+) -> ShardGroup:
     """One table, bound."""
     spec = ShardSpec(
         name="t",
@@ -44,6 +52,7 @@ def make_group(dim: int, row_states: int, row_wise_states: int, slots: int, core
         state_initial_values=(0.0,) * (row_states + row_wise_states),
         num_slots=slots,
         planned_rows=1,
+        row_type=row_type,
     )
     group = ShardGroup([spec], core=core)
     group.bind_slots(0, *Slots(spec, slots).bind())
@@ -59,8 +68,16 @@ def insert(group: ShardGroup, first: int, n: int) -> None:
     group.commit(plan.ordinal)
 
 
-def check_shape(core: CoreName, dim: int, row_states: int, row_wise_states: int, rows: int, slots: int) -> None:
-    group = make_group(dim, row_states, row_wise_states, slots, core)
+def check_shape(
+    core: CoreName,
+    dim: int,
+    row_states: int,
+    row_wise_states: int,
+    rows: int,
+    slots: int,
+    row_type: RowType = RowType.FLOAT32,
+) -> None:
+    group = make_group(dim, row_states, row_wise_states, slots, core, row_type)
 
     def planned(num_rows: int, store_rows: int) -> int:
         return planned_host_bytes(
@@ -70,6 +87,7 @@ def check_shape(core: CoreName, dim: int, row_states: int, row_wise_states: int,
             num_rows=num_rows,
             num_slots=slots,
             store_rows=store_rows,
+            row_type=row_type,
             core=core,
         )
 
@@ -86,6 +104,10 @@ def check_shape(core: CoreName, dim: int, row_states: int, row_wise_states: int,
 @pytest.mark.parametrize("shape", SHAPES)
 def test_planned_is_what_a_small_shard_takes(core: CoreName, shape: tuple[int, ...]) -> None:
     check_shape(core, *shape)
+
+
+def test_planned_is_what_a_shard_of_16_bits_takes(core: CoreName) -> None:
+    check_shape(core, 600, 0, 0, 5_000, 400, RowType.BFLOAT16)
 
 
 @pytest.mark.parametrize("shape", LARGE_SHAPES)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hybridrec.errors import ConfigError
+from hybridrec.row_type import RowType
 from hybridrec.store.row_state_layout import RowStateLayout
 from hybridrec.types import RowState
 
@@ -27,6 +28,15 @@ def test_sizes(dim: int, states: tuple[RowState, ...], record_floats: int, strid
     assert layout.record_floats == record_floats
     assert layout.slot_bytes == 4 * record_floats
     assert (layout.stride_bytes, layout.store_bytes, layout.index_bytes) == (stride, store, 24)
+
+
+@pytest.mark.parametrize("row_type", [RowType.BFLOAT16, RowType.FLOAT16])
+def test_weights_of_16_bits_take_half(row_type: RowType) -> None:
+    adam, odd = RowStateLayout(64, ADAM, row_type), RowStateLayout(5, (ROW_WISE, WIDE), row_type)
+    assert (adam.record_floats, adam.slot_bytes, adam.store_bytes) == (160, 640, 640)
+    assert RowStateLayout(64, (), row_type).store_bytes == 128
+    assert odd.record_slices == {"weights": slice(0, 3), "momentum": slice(3, 8), "sum": slice(8, 9)}
+    assert odd.record_floats == 9
 
 
 def test_row_sized_states_come_first_in_a_record() -> None:

@@ -38,9 +38,10 @@ inline void stream_fence() {
 
 class RowStore {
  public:
-  RowStore(Budget& budget, uint32_t dim, uint32_t num_row_states, uint32_t num_row_wise_states)
+  // record_floats: of weights and row-sized states.
+  RowStore(Budget& budget, uint64_t record_floats, uint32_t num_row_wise_states)
       : budget_(budget),
-        record_floats_(uint64_t{dim} * (1 + num_row_states)),
+        record_floats_(record_floats),
         stride_floats_(round_up(record_floats_, 16)),
         num_row_wise_(num_row_wise_states) {
     const uint64_t row_bytes = (stride_floats_ + num_row_wise_) * sizeof(float);

@@ -45,6 +45,10 @@ struct ShardSpec {
   uint64_t max_rows = 0;  // 0 = no quota
   FullPolicy full_policy = FullPolicy::kGrow;
   InitialRows initial_rows;
+
+  uint32_t weight_words() const { return hybridrec::weight_words(initial_rows.row_type, dim); }
+  // Of weights and row-sized states.
+  uint64_t wide_floats() const { return weight_words() + uint64_t{dim} * num_row_states; }
 };
 
 struct Refusal {
@@ -94,11 +98,11 @@ class TableShard {
 
   const ShardSpec& spec() const { return spec_; }
   uint64_t record_floats() const {
-    return uint64_t{spec_.dim} * (1 + spec_.num_row_states) + spec_.num_row_wise_states;
+    return spec_.wide_floats() + spec_.num_row_wise_states;
   }
 
   // What Counters::host_bytes will be once `num_rows` rows live, the first `store_rows` of which were written back.
-  static uint64_t planned_bytes(uint32_t dim, uint32_t num_row_states, uint32_t num_row_wise_states, uint64_t num_rows,
+  static uint64_t planned_bytes(uint64_t wide_floats, uint32_t num_row_wise_states, uint64_t num_rows,
                                 uint32_t num_slots, uint64_t store_rows);
 
   void bind_slots(SlotPointers slots) { bound_ = std::move(slots); }
