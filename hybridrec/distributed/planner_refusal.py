@@ -71,7 +71,7 @@ def describe_refusal(ranks: Sequence[tuple[Sequence[Need], Room]], spread: Seque
         spread: All tables, were they row-wise.
     """
     # Of row-wise tables every rank says the same.
-    too_small = list(dict.fromkeys(lines for needs, room in ranks if (lines := _lines(needs, room))))
+    too_small = list(dict.fromkeys(found for needs, room in ranks if (found := _lines(needs, room))))
     if not too_small:
         return None
     room = ranks[0][1]
