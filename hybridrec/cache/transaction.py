@@ -283,6 +283,15 @@ class TransactionLog:
         return len(self._open)
 
     @property
+    def committed_ordinal(self) -> int:
+        """The newest ordinal, but for those of open batches: what a run has that begins anew with these batches."""
+        of_open = {transaction.ordinal for transaction in list(self._open)}
+        ordinal = self.group.ordinal
+        while ordinal in of_open:
+            ordinal -= 1
+        return ordinal
+
+    @property
     def is_any_aside(self) -> bool:
         """Whether one of them has no slots: it reads and writes rows wherever they are."""
         return any(transaction.is_aside for transaction in list(self._open))

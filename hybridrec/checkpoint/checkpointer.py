@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.load import Loaded, load
 from hybridrec.checkpoint.save import Saving, save
 from hybridrec.checkpoint.snapshot import latest
@@ -64,10 +65,12 @@ class Checkpointer:
             raise ConfigError(f"Checkpointer: every={every!r}. Pass a number of batches, 1 or more, or None.")
         self._path, self._model, self._optimizer, self._pipeline = Path(path), model, optimizer, pipeline
         self._every, self._keep = every, keep
+        self._seen = pipeline.batches_committed
         host_group = next(iter(hashed_collections(model).values())).host_group
         # Of its own: the host group belongs to the pipeline while batches are in flight.
         ranks = dist.get_process_group_ranks(host_group)
         self._group = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+        self._ranks = Ranks(self._group or host_group)
         self._in_background = in_background
         self._saving: Saving | None = None
         self._was_asked = False
@@ -96,11 +99,12 @@ class Checkpointer:
             signal.signal(signal.SIGTERM, self._former)
 
     def resume(self) -> int:
-        """Load the newest snapshot, if there is one: how many batches are behind us."""
-        if latest(self._path) is None:
+        """Load the newest snapshot, if there is one: how many batches are behind us. Errors as of `load`."""
+        if not any(self._ranks.gather(latest(self._path) is not None)):
             return 0
         self.loaded = load(self._path, self._model, self._optimizer, pipeline=self._pipeline)
-        return self.loaded.batches_committed
+        self._seen = self.loaded.batches_committed
+        return self._seen
 
     def after_batch(self, extra: Any = None) -> None:
         """To be called after each `progress`: saves if it is time, or if a rank was asked to end.
@@ -111,7 +115,8 @@ class Checkpointer:
         self.is_stopping, is_written = self._agree()
         if self._saving is not None and is_written:
             self._finish()
-        is_due = self._every is not None and self._pipeline.batches_committed % self._every == 0
+        seen, self._seen = self._seen, self._pipeline.batches_committed  # it stays, then leaps, where gradients add up
+        is_due = self._every is not None and seen // self._every < self._seen // self._every
         if not is_due and not self.is_stopping:
             return
         self._finish()

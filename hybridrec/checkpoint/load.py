@@ -33,7 +33,8 @@ class Loaded:
     path: Path
     """The snapshot."""
     batches_committed: int
-    """Training batches before it: skip so many, and go on."""
+    """Training batches before it: skip so many, and go on. Saved without a pipeline, while gradients were accumulated:
+    steps."""
     world_size: int
     """W of the run that wrote it."""
     extra: Any

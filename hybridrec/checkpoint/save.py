@@ -180,9 +180,20 @@ class Saving:
                     ranks=tuple(one[1] for one in everyone),
                     versions={"hybridrec": version("hybridrec"), "torch": torch.__version__},
                 )
+                for file in manifest.files():
+                    self._require_here(file)
                 write_file(self._folder, MANIFEST, manifest.encode(), 0)
                 sync_folder(self._folder)
                 snapshot.publish(self._root, self._name, self._keep)
+
+    def _require_here(self, file: FileEntry) -> None:
+        """Raise `ConfigError` unless rank 0, too, sees what a rank wrote."""
+        path = self._folder / file.name
+        if not path.is_file() or path.stat().st_size != file.bytes:
+            raise ConfigError(
+                f"save: rank {file.rank} wrote {file.name}, and rank 0 does not find it in {self._folder}. Save to a "
+                "folder that all ranks share."
+            )
 
     def _close(self) -> None:
         for export in self._exports.values():
@@ -216,7 +227,7 @@ def _entry(name: str, module: ShardedHashCollection) -> CollectionEntry:
     """A collection as it is now, without files."""
     log = module.lookup.log
     tables = tuple(table_entry(module, table) for table in module.lookup.tables)
-    return CollectionEntry(name=name, ordinal=log.group.ordinal, batches_committed=log.committed, tables=tables)
+    return CollectionEntry(name=name, ordinal=log.committed_ordinal, batches_committed=log.committed, tables=tables)
 
 
 def _with_files(entry: CollectionEntry, files: dict[tuple[str, str], FileEntry]) -> CollectionEntry:

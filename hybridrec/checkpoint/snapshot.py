@@ -22,14 +22,13 @@ def latest(path: str | Path) -> Path | None:
         path: What was given to `save`.
     """
     root = Path(path)
+    complete = snapshots(root)
     try:
         name = (root / _LATEST).read_text().strip()
-    except OSError:
+    except (OSError, ValueError):  # the second: it is damaged
         name = ""
-    if name and (root / name / MANIFEST).is_file():
-        return root / name
-    complete = snapshots(root)
-    return complete[-1] if complete else None
+    found = [p for p in complete if p.name == name] or complete
+    return found[-1] if found else None
 
 
 def snapshots(root: Path) -> list[Path]:

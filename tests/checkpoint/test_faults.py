@@ -228,3 +228,51 @@ def test_what_a_snapshot_cannot_hold_is_refused_by_name(pool_1: Any, tmp_path: P
     assert "keep=0" in messages[1]
     assert "extra has the key 1.5" in messages[2]
     assert "rows cannot be replaced while batches are in flight (1)" in messages[3]
+
+
+def load_with_pointer(scenario: Scenario, path: Path, pointers: list[bytes]) -> list[int]:
+    """Batches behind the snapshot that is found, for every content of the file that names the newest one."""
+    dmp, pipeline = build(scenario)
+    iterator = iter(mine(scenario, all_batches(scenario)))
+    for _ in range(2):
+        pipeline.progress(iterator)
+        checkpoint.save(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    found = []
+    for pointer in pointers:
+        (path / "latest").write_bytes(pointer)
+        found.append(checkpoint.load(path, dmp, pipeline._optimizer, pipeline=pipeline).batches_committed)
+    return found
+
+
+def test_a_damaged_pointer_to_the_newest_snapshot_does_no_harm(pool_1: Any, tmp_path: Path) -> None:
+    pointers = [b"\xff\xfe", b"", b".", b"..", b"\0", b"a" * 5000, b"step_000000000001\n"]
+    assert pool_1.run(load_with_pointer, SCENARIO, tmp_path, pointers) == [[2] * 6 + [1]]
+
+
+def without_shared_folder(path: Path) -> list[str]:
+    """What save says where every rank has a disk of its own, and resume where one rank alone sees a snapshot."""
+    dmp, pipeline = build(SCENARIO)
+    iterator = iter(mine(SCENARIO, all_batches(SCENARIO)))
+    pipeline.progress(iterator)
+    own, said = path / str(dist.get_rank()), []
+    try:
+        checkpoint.save(own, dmp, pipeline._optimizer, pipeline=pipeline)
+    except HybridRecError as e:
+        said.append(str(e))
+    (path / "both").mkdir(exist_ok=True)
+    checkpoint.save(path / "both", dmp, pipeline._optimizer, pipeline=pipeline)
+    seen = path / "both" if dist.get_rank() == 0 else own
+    try:
+        with checkpoint.Checkpointer(seen, dmp, pipeline._optimizer, pipeline) as checkpointer:
+            checkpointer.resume()
+    except HybridRecError as e:
+        said.append(str(e))
+    return [*said, str(pipeline.batches_committed)]
+
+
+def test_ranks_that_share_no_folder_are_told(pools: RankPools, tmp_path: Path) -> None:
+    first, second = pools[2].run(without_shared_folder, tmp_path)
+    assert first == second and len(first) == 3
+    assert "rank 1 wrote ranks/00001.pt, and rank 0 does not find it" in first[0] and "share" in first[0]
+    assert "has no complete snapshot" in first[1] and "(on rank 1 of 2)" in first[1]
+    assert not list((tmp_path / "0").iterdir())
