@@ -15,7 +15,7 @@ PY := .venv/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test slow npu-stack npu-api lint format bench overlap clean
+.PHONY: help env demo tutorial test slow npu-stack npu-api lint format bench overlap clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ env:  ## make or refresh .venv (all others do this first)
 
 demo: env  ## train a small recommender on two CPU processes
 	@examples/little_demo/run.sh $(ARGS)
+
+tutorial: env  ## TorchRec's introductory tutorial with hashed tables, each step checked beside TorchRec's (a minute)
+	@examples/torchrec_tutorial/run.sh $(ARGS)
 
 test: env  ## run the test suite, without the slow tests
 	@$(PY) -m pytest -m "not slow" $(ARGS)

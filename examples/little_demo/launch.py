@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -118,8 +119,22 @@ def start_ranks(args: argparse.Namespace, argv: list[str]) -> int:
     world_size = args.ranks or DEFAULT_RANKS
     check_batch_size(args.batch_size, world_size)
     choose_device(args.device, world_size - 1)
+    return start_processes(world_size, "examples.little_demo", argv)
+
+
+def start_processes(world_size: int, module: str, argv: list[str]) -> int:
+    """Start a module on so many ranks of this machine and wait for all.
+
+    Args:
+        world_size: How many.
+        module: With a ``__main__``.
+        argv: Its options.
+
+    Returns:
+        Exit status: that of the first process that failed, or 0.
+    """
     try:
-        torchrun(["--standalone", f"--nproc-per-node={world_size}", "-m", "examples.little_demo", *argv])
+        torchrun(["--standalone", f"--nproc-per-node={world_size}", "-m", module, *argv])
     except ChildFailedError as error:  # the rank has said why; torchrun's own trace would bury it
         _, failure = error.get_first_failure()
         return max(1, failure.exitcode)  # negative: killed by a signal
@@ -153,3 +168,14 @@ def leave_ranks(ranks: Ranks) -> None:
     """Part from the other processes once all are done. Collective."""
     dist.barrier(group=ranks.host_group)
     dist.destroy_process_group()
+
+
+def leave(status: int) -> None:
+    """End the process without taking the interpreter apart.
+
+    All is said and the groups are closed by then, but gloo's threads can still abort the process meanwhile, which would
+    turn a success into exit status 134.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or int(hasattr(sys, "last_type")))  # it has if an exception ends the program

@@ -23,6 +23,7 @@ PUBLIC_MODULES = {
     "hybridrec.distributed.hybrid_train_pipeline",
     "hybridrec.distributed.sharding_plan",
     "hybridrec.errors",
+    "hybridrec.inference",
     "hybridrec.metrics",
 }
 """Deep paths that are part of the interface: scripts may import from them."""
