@@ -90,10 +90,7 @@ class PooledLookup(nn.Module):
             host_budget_bytes=host_budget_bytes,
             num_threads=min(torch.get_num_threads(), MAX_CORE_THREADS),
         )
-        self._params = [
-            slot_parameter(self._weights(t), table.name, is_frozen=table.is_frozen)
-            for t, table in enumerate(self._tables)
-        ]
+        self._params = [slot_parameter(self._weights(t), table.name) for t, table in enumerate(self._tables)]
         if backend.is_host_memory:
             swapper: HostMemorySwapper | StagedSwapper = HostMemorySwapper(self._group)
         else:

@@ -2,7 +2,8 @@
 
 The keys name the rank, so that the state_dicts of all ranks can be merged into one, and nothing takes one rank's rows
 for another's: ``{collection}.rows.{table}.rank_{r}_of_{W}.ids``, ``.scores``, ``.records``, and
-``{collection}.progress.rank_{r}_of_{W}`` (ordinal, committed batches).
+``{collection}.progress.rank_{r}_of_{W}`` (ordinal, committed batches). Of a table that one rank has, it says
+``whole`` in place of the rank.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from hybridrec.native import mix64
 from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 
+WHOLE = "whole"
+"""In the keys of a table that one rank has."""
 _PROGRESS = re.compile(r"progress\.rank_(\d+)_of_(\d+)")
 
 
@@ -32,19 +35,26 @@ def owner_of(ids_N: Tensor, world_size: int) -> Tensor:
     return (half % world_size * 2 + (keys & 1)) % world_size
 
 
-def put_rows(lookup: PooledLookup, destination: MutableMapping[str, Any], prefix: str, rank: int, size: int) -> None:
-    """Add this rank's committed rows to a state_dict, as copies in host memory."""
+def put_rows(
+    lookup: PooledLookup,
+    destination: MutableMapping[str, Any],
+    prefix: str,
+    rank: int,
+    size: int,
+    row_wise: Collection[str],
+) -> None:
+    """Add this rank's committed rows to a state_dict, as copies in host memory; arguments as of `take_rows`."""
     who = f"rank_{rank}_of_{size}"
     for table in lookup.tables:
         chunks = list(lookup.export_rows(table.name))
-        where = f"{prefix}rows.{table.name}.{who}"
+        where = f"{prefix}rows.{table.name}.{who if table.name in row_wise else WHOLE}"
         none = torch.empty(0, dtype=torch.int64)
         destination[f"{where}.ids"] = torch.cat([none, *(c.ids_N for c in chunks)])
         destination[f"{where}.scores"] = torch.cat([none, *(c.scores_N for c in chunks)])
         records = [torch.empty((0, table.layout.record_floats)), *(c.records(table.layout) for c in chunks)]
         destination[f"{where}.{_records_name(table)}"] = torch.cat(records)
     log = lookup.log
-    destination[f"{prefix}progress.{who}"] = torch.tensor([log.group.ordinal, log.committed])
+    destination[f"{prefix}progress.{who}"] = torch.tensor([log.committed_ordinal, log.committed])
 
 
 def _records_name(table: ShardTable) -> str:
@@ -61,7 +71,7 @@ def is_of_rows(key: str, prefix: str) -> bool:
 def take_rows(
     lookup: PooledLookup, state: Mapping[str, Any], prefix: str, rank: int, size: int, row_wise: Collection[str]
 ) -> None:
-    """Replace all rows by those of a state_dict: of this rank, or, saved by another number of ranks, of all of them.
+    """Replace all rows by those of a state_dict: what this rank saved, or what is its own of what all ranks saved.
 
     Args:
         lookup: This rank's.
@@ -76,7 +86,15 @@ def take_rows(
         StateError: A batch is in flight. Nothing changed.
     """
     sources = _sources(state, prefix, rank, size)
-    parts = {table.name: _parts(state, f"{prefix}rows.{table.name}", sources, table) for table in lookup.tables}
+    parts = {}
+    for table in lookup.tables:
+        where = f"{prefix}rows.{table.name}"
+        if f"{where}.{WHOLE}.ids" in state:
+            parts[table.name] = [_part(state, f"{where}.{WHOLE}", table)]
+            continue
+        if table.name not in row_wise:
+            _require_all(sources, f"{where}: one rank has it now, and")
+        parts[table.name] = [_part(state, f"{where}.rank_{r}_of_{w}", table) for r, w in sources]
     progress = [state[f"{prefix}progress.rank_{r}_of_{w}"].tolist() for r, w in sources]
     ordinal, committed = (max(values) for values in zip(*progress, strict=True))
     lookup.forget_rows(ordinal=int(ordinal), committed=int(committed))
@@ -87,29 +105,29 @@ def take_rows(
             lookup.import_rows(table.name, rows)
 
 
-def _parts(
-    state: Mapping[str, Any], where: str, sources: list[tuple[int, int]], table: ShardTable
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """A table's rows: of every rank, or, of a table that one rank had, of that one."""
-    names = [f"{where}.rank_{r}_of_{w}" for r, w in sources]
-    present = [name for name in names if f"{name}.ids" in state]
-    return [_part(state, name, table) for name in (present if len(present) == 1 else names)]
-
-
 def _sources(state: Mapping[str, Any], prefix: str, rank: int, size: int) -> list[tuple[int, int]]:
-    """The (rank, W) whose rows are to be read."""
+    """The (rank, W) whose rows are to be read: of all ranks if they are there, else of this one."""
     found = [_PROGRESS.fullmatch(key.removeprefix(prefix)) for key in state if key.startswith(prefix)]
     known = sorted((int(m[1]), int(m[2])) for m in found if m is not None)
-    if (rank, size) in known:
+    if (rank, size) in known and not _are_all(known):
         return [(rank, size)]
-    sizes = {w for _, w in known}
-    if len(sizes) == 1 and [r for r, _ in known] == list(range(min(sizes))):
-        return known
-    raise ConfigError(
-        f"load_state_dict: {prefix or 'the collection'}: the state_dict has rows of the ranks "
-        f"{[f'{r} of {w}' for r, w in known] or 'none'}, this is rank {rank} of {size}. Load what this rank saved, or "
-        "merge the state_dicts of all ranks; hybridrec.checkpoint does that by itself."
-    )
+    _require_all(known, f"{prefix or 'the collection'}: this is rank {rank} of {size}, and")
+    return known
+
+
+def _are_all(ranks: list[tuple[int, int]]) -> bool:
+    """Whether these (rank, W) are all ranks of one run."""
+    sizes = {w for _, w in ranks}
+    return len(sizes) == 1 and [r for r, _ in ranks] == list(range(min(sizes)))
+
+
+def _require_all(ranks: list[tuple[int, int]], where: str) -> None:
+    if not _are_all(ranks):
+        raise ConfigError(
+            f"load_state_dict: {where} the state_dict has rows of the ranks "
+            f"{[f'{r} of {w}' for r, w in ranks] or 'none'}. Load what this rank saved, with the tables sharded alike, "
+            "or merge the state_dicts of all ranks; hybridrec.checkpoint does that by itself."
+        )
 
 
 def _part(state: Mapping[str, Any], where: str, table: ShardTable) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,8 +21,6 @@ class ShardTable:
     optimizer: OptimizerSpec
     is_owned: bool = False
     """Whether this rank has all rows."""
-    is_frozen: bool = False
-    """Whether ``requires_grad`` is False when it is sharded."""
     num_features: int
     """Features that look it up."""
     kernel: str

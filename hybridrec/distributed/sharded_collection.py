@@ -42,6 +42,7 @@ from hybridrec.distributed.input_dist import FeatureOrder
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.routing import Routing, TablePart
 from hybridrec.distributed.rows_state_dict import is_of_rows, put_rows, take_rows
+from hybridrec.distributed.slot_parameter import slot_parameter
 from hybridrec.distributed.verdict import Withdrawn, agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError, StateError
@@ -262,15 +263,18 @@ class ShardedHashCollection(
 
     @property
     def frozen_tables(self) -> tuple[bool, ...]:
-        """[T], in the order of the lookup: which tables do not train, as ``requires_grad`` of their parameters says."""
-        return tuple(not parameter.requires_grad for parameter in self._lookups[0].slot_parameters)
+        """[T], in the order of the collection: which tables do not train, as their parameters' ``requires_grad`` says.
+
+        The same on all ranks, whether they hold rows of a table or not: what follows from a change is collective.
+        """
+        parameters = (self.get_submodule(f"{self.TABLES_NAME}.{c.name}").parameters() for c in self._table_configs)
+        return tuple(not all(parameter.requires_grad for parameter in of_table) for of_table in parameters)
 
     def _mode(self, ctx: HashBatchContext) -> int:
-        """What the ranks compare: 0 reads, else it trains, and says which of the tables that all have a part of."""
+        """What the ranks compare: 0 reads, else it trains, and says which of the tables."""
         if not ctx.is_training:
             return 0
-        frozen = (f for part, f in zip(self.parts, self.frozen_tables, strict=True) if part.owner is None)
-        return 1 + zlib.crc32(bytes(frozen)) % 255
+        return 1 + zlib.crc32(bytes(self.frozen_tables)) % 255
 
     def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
         """MAP and SWAP unless they happened, then COMPUTE: what the lookup gives for all ranks' batches."""
@@ -393,31 +397,43 @@ class ShardedHashCollection(
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """This rank's rows; see `rows_state_dict`. Collective, since what a pipeline prepared is taken back."""
         self.take_back_prepared()
-        put_rows(self._lookups[0], destination, prefix, self._host_group.rank(), self._host_group.size())
+        rank, size = self._host_group.rank(), self._host_group.size()
+        put_rows(self._lookups[0], destination, prefix, rank, size, self._row_wise_tables())
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
     ) -> None:
         """Replace all rows. Raises `ConfigError` if they are not those of this model."""
         self.take_back_prepared()
-        row_wise = {name for name in self._lookups[0].table_names if self.owner_of_table(name) is None}
-        take_rows(self._lookups[0], state_dict, prefix, self._host_group.rank(), self._host_group.size(), row_wise)
+        rank, size = self._host_group.rank(), self._host_group.size()
+        take_rows(self._lookups[0], state_dict, prefix, rank, size, self._row_wise_tables())
         _, unexpected, _ = lists
         unexpected += [key for key in state_dict if key.startswith(prefix) and not is_of_rows(key, prefix)]
 
+    def _row_wise_tables(self) -> set[str]:
+        return {part.name for part in self._routing.parts if part.owner is None}
+
     def _create_parameters(self, lookup: PooledLookup) -> None:
-        """``{TABLES_NAME}.{table}.weight`` (views of the slots) and the fused optimizer over them."""
+        """``{TABLES_NAME}.{table}.weight`` (views of the slots) and the fused optimizer over them.
+
+        Of a table that is on other ranks alone it has no rows: ranks that freeze or clip it do so alike.
+        """
         slots = nn.ModuleDict({c.name: _Slots(f"{self.TABLES_NAME}.{c.name}.") for c in self._table_configs})
         self.add_module(self.TABLES_NAME, slots)
         names: list[str] = []
         for part, parameter in zip(self.parts, lookup.slot_parameters, strict=True):
-            # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
-            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
             holder = slots[part.table.name]
             # Column shards that share a rank: all but the first have their column in the name.
             weight = f"weight_{part.first_column}" if hasattr(holder, "weight") else "weight"
             holder.register_parameter(weight, parameter)
             names.append(f"{self.TABLES_NAME}.{part.table.name}.{weight}")
+        for config in self._table_configs:
+            if not hasattr(slots[config.name], "weight"):
+                no_rows = torch.empty((0, config.embedding_dim), dtype=config.row_type.dtype, device=self._device)
+                slots[config.name].register_parameter("weight", slot_parameter(no_rows, config.name))
+        for every in slots.parameters():
+            # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
+            every._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
         optimizers = []
         for k, kernel in enumerate(lookup.kernels):
             params = {names[t]: lookup.slot_parameters[t] for t in lookup.kernel_tables(k)}

@@ -241,7 +241,7 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
             world_size=env.world_size,
             host_budget_bytes=self._host_budget.part_of(module),
         )
-        return self._sharded(
+        sharded = self._sharded(
             module,
             module.table_configs,
             lookup,
@@ -251,6 +251,9 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
             device=device,
             output_dtype=self._output_dtype,
         )
+        for p in planned:
+            sharded.get_submodule(f"{sharded.TABLES_NAME}.{p.part.table.name}").requires_grad_(not p.is_frozen)
+        return sharded
 
     def _checked_optimizer(
         self, module: HashCollection, table: TableConfig, planned: ParameterSharding
@@ -336,7 +339,6 @@ def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
         layout=layout,
         optimizer=optimizer,
         is_owned=part.owner is not None,
-        is_frozen=planned.is_frozen,
         num_features=part.num_features,
         kernel=planned.kernel.name,
     )

@@ -48,8 +48,8 @@ class SlotParameter(nn.Parameter):
             )
 
 
-def slot_parameter(slots: Tensor, table: str, *, is_frozen: bool) -> SlotParameter:
+def slot_parameter(slots: Tensor, table: str) -> SlotParameter:
     """A parameter that is ``slots`` [C, D], of the table's type."""
-    parameter = SlotParameter(slots, requires_grad=not is_frozen)
+    parameter = SlotParameter(slots)
     parameter.table = table
     return parameter

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hybridrec import ConfigError, StateError
+from hybridrec import ConfigError, StateError, accumulate_gradients, checkpoint
+from hybridrec.checkpoint.manifest import read_manifest
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import Records, build, go_on_against_oracle, load_and_go_on, records_of, save_and_go_on
@@ -161,6 +162,60 @@ def test_ordinary_state_dicts_have_the_rows(pools: RankPools, before: int, after
     loaded = everything(found)
     assert loaded == rows and sum(map(len, rows.values())) > 100
     assert [one["ordinal"] for one in found] == [5] * after
+
+
+def other_sharding(saved_with: Scenario, loaded_with: Scenario) -> tuple[str, bool]:
+    """A state_dict of another sharding: (what is said of this rank's alone, whether all ranks' give the same rows)."""
+    dmp, pipeline = build(saved_with)
+    iterator = iter(mine(saved_with, all_batches(saved_with)))
+    for _ in range(4):
+        pipeline.progress(iterator)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, dict(dmp.module.ebc.state_dict()))
+    saved: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(saved, {"records": records_of(dmp)})
+    pipeline.reset()
+    other = build(loaded_with)[0]
+    text = ""
+    try:
+        other.module.ebc.load_state_dict(states[dist.get_rank()])
+    except ConfigError as e:
+        text = str(e)
+    other.module.ebc.load_state_dict({key: value for state in states for key, value in state.items()})
+    loaded: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(loaded, {"records": records_of(other)})
+    return text, everything(loaded) == everything(saved)
+
+
+@pytest.mark.parametrize("is_row_wise_then", [True, False])
+def test_a_state_dict_of_another_sharding_loads_whole_or_not_at_all(pools: RankPools, is_row_wise_then: bool) -> None:
+    pair = (replace(ADAM, tables=(replace(MIXED[1], owners=()),)), replace(ADAM, tables=MIXED[1:2]))
+    results = pools[2].run(other_sharding, *(pair if is_row_wise_then else reversed(pair)))
+    assert all(is_same for _, is_same in results)
+    refused = results[1 if is_row_wise_then else 0][0]  # the owner of the table, or the rank that has none of its rows
+    assert "page" in refused and "state_dict" in refused
+
+
+def interrupted_group(path: Path) -> list[tuple[int, int]]:
+    """(ordinal, steps) in snapshots before a group of batches whose gradients wait, in the middle, and after it."""
+    dmp, _ = build(ADAM)
+    accumulate_gradients(dmp)
+    found = []
+    for batch in mine(ADAM, all_batches(ADAM)[:3]):
+        folder = checkpoint.save(path, dmp)
+        state = dmp.module.ebc.state_dict()[f"progress.rank_{dist.get_rank()}_of_{dist.get_world_size()}"]
+        (saved,) = read_manifest(folder).collections
+        assert (saved.ordinal, saved.batches_committed) == tuple(state.tolist())
+        found.append((saved.ordinal, saved.batches_committed))
+        dmp(batch)[0].backward()
+        if len(found) == 2:
+            dmp.fused_optimizer.step()
+    return found
+
+
+def test_batches_that_wait_for_their_step_are_not_in_a_snapshot(pools: RankPools, tmp_path: Path) -> None:
+    """Nor are their ordinals: the run that goes on trains them again, and evicts what this one evicts."""
+    assert pools[2].run(interrupted_group, tmp_path) == [[(0, 0), (0, 0), (2, 1)]] * 2
 
 
 def unexpected_keys(scenario: Scenario) -> tuple[list[str], str, str]:

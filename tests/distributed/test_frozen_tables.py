@@ -31,6 +31,7 @@ from tests.distributed.scenario import (
     state_of,
     to_kjt,
 )
+from tests.distributed.test_sharding_types import MIXED
 from tests.ranks import RankFailure, RankPool
 
 NEVER_TRAINED = [{"item"}]
@@ -44,7 +45,7 @@ def frozen_at(turns: list[set[str]], step: int) -> set[str]:
 
 def freeze(ebc: Any, frozen: set[str]) -> None:
     for name, bag in ebc.embedding_bags.items():
-        bag.weight.requires_grad_(name not in frozen)
+        bag.requires_grad_(name not in frozen)
 
 
 def run(scenario: Scenario, turns: list[set[str]], depth: int) -> dict[str, int]:
@@ -100,6 +101,14 @@ def test_equals_the_oracle(
     for rows in pools[world_size].run(run, scenario, turns, depth):
         assert rows["user"] > 0
         assert (rows["item"] == 0) == (turns is NEVER_TRAINED)
+
+
+def test_tables_and_columns_of_single_ranks_take_turns(pool_2: RankPool) -> None:
+    """A rank that holds nothing of a table takes prepared batches back too when it is frozen."""
+    scenario = Scenario(tables=MIXED, optimizer="adam", steps=18, batch_size=5, ids_per_table=200)
+    turns = [{"page"}, set[str](), {"user", "item", "town"}]
+    first, second = pool_2.run(run, scenario, turns, 3, watchdog=60)
+    assert first["page"] == 0 and second["page"] > 0
 
 
 def step_frozen(scenario: Scenario) -> None:
