@@ -13,7 +13,17 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.sharding_plan import (
+    apply_to_all,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    get_sharding_constructor_from_type,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
@@ -286,25 +296,72 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
         get_default_hybrid_sharders()
 
 
-def by_module_plan() -> None:
+def module_plan(collection: nn.Module, how: dict[str, str]) -> EmbeddingModuleShardingPlan:
     """TorchRec's `construct_module_sharding_plan` takes our sharder too."""
-    collection, sharder = hashed(torch.optim.SGD, lr=0.1), HybridHashEmbeddingBagCollectionSharder()
     size = dist.get_world_size()
-    plan = construct_module_sharding_plan(
+    make = {
+        "row_wise": row_wise(),
+        "by type": get_sharding_constructor_from_type(ShardingType.ROW_WISE)(),
+        "table_wise": table_wise(rank=size - 1),
+        "column_wise": column_wise(ranks=[0, size - 1]),
+        "data_parallel": data_parallel(),
+        "table_row_wise": table_row_wise(host_index=0),
+        "grid_shard": grid_shard(host_indexes=[0]),
+    }
+    return construct_module_sharding_plan(
         collection,
-        {name: row_wise() for name in ("user", "item", "word")},
-        sharder=sharder,
+        {table: make[kind] for table, kind in how.items()},
+        sharder=HybridHashEmbeddingBagCollectionSharder(),
         local_size=size,
         world_size=size,
         device_type="cpu",
     )
-    sharded = sharder.shard(collection, plan, world_env(), CPU)
+
+
+def by_module_plan(how: dict[str, str]) -> None:
+    collection = hashed(torch.optim.SGD, lr=0.1)
+    plan = module_plan(collection, how)
+    assert {table: shards.sharding_type for table, shards in plan.items()} == {
+        table: "row_wise" if kind == "by type" else kind for table, kind in how.items()
+    }
+    sharded = HybridHashEmbeddingBagCollectionSharder().shard(collection, plan, world_env(), CPU)
     features = batch(dist.get_rank())
     torch.testing.assert_close(sharded(features).wait().values(), dense()(numbered(features)).values())
 
 
-def test_torchrecs_plan_constructors_work(pool_2: RankPool) -> None:
-    pool_2.run(by_module_plan)
+@pytest.mark.parametrize("kinds", ["row_wise table_wise column_wise", "table_wise column_wise by_type"])
+def test_torchrecs_plan_constructors_work(pool_2: RankPool, kinds: str) -> None:
+    names = ("user", "item", "word")
+    how = dict(zip(names, (kind.replace("_type", " type") for kind in kinds.split()), strict=True))
+    pool_2.run(by_module_plan, how)
+
+
+def all_alike() -> None:
+    collection, size = hashed(torch.optim.SGD, lr=0.1), dist.get_world_size()
+    per_table = apply_to_all(collection, row_wise(), sharder=HybridHashEmbeddingBagCollectionSharder())
+    assert sorted(per_table) == ["item", "user", "word"]
+    plan = construct_module_sharding_plan(
+        collection, per_table, HybridHashEmbeddingBagCollectionSharder(), size, size, "cpu"
+    )
+    assert {shards.sharding_type for shards in plan.values()} == {"row_wise"}
+
+
+def test_apply_to_all_knows_hashed_tables(pool_2: RankPool) -> None:
+    pool_2.run(all_alike)
+
+
+def refused_module_plan(kind: str) -> str:
+    collection = hashed(torch.optim.SGD, lr=0.1)
+    with pytest.raises((ConfigError, AssertionError, ValueError, RuntimeError)) as error:
+        plan = module_plan(collection, {"user": "row_wise", "item": kind, "word": "row_wise"})
+        HybridHashEmbeddingBagCollectionSharder().shard(collection, plan, world_env(), CPU)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "table_row_wise", "grid_shard"])
+def test_constructors_of_other_types_are_refused_by_name(pool_2: RankPool, kind: str) -> None:
+    for text in pool_2.run(refused_module_plan, kind):
+        assert text.startswith("ConfigError") and "table 'item'" in text and repr(kind) in text
 
 
 # ---- calls of a guide that TorchRec itself rejects ------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.ao.quantization as quant
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.global_settings import get_propogate_device, set_propogate_device
-from torchrec.inference.modules import quantize_inference_model, shard_quant_model
+from torchrec.inference.modules import quantize_embeddings, quantize_inference_model, shard_quant_model
 from torchrec.modules.embedding_configs import DataType, QuantConfig
 from torchrec.quant import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
@@ -75,6 +75,21 @@ def test_quantize_dynamic_makes_what_freeze_makes(torch_dtype: torch.dtype, dtyp
     assert torch.equal(quantised.hashed(hostile_batch()).values(), want(hostile_batch()).values())
     assert quantised.hashed.report == want.report
     assert torch.allclose(quantised(hostile_batch(), small_batch()), model(hostile_batch(), small_batch()), atol=0.2)
+
+
+def test_quantize_embeddings_takes_hashed_collections_as_additional_ones() -> None:
+    model = Model()
+    quantised = quantize_embeddings(
+        model,
+        torch.qint8,
+        inplace=False,
+        additional_qconfig_spec_keys=[HashEmbeddingBagCollection],
+        additional_mapping=dict[type[nn.Module], type[nn.Module]](HASHED),
+    )
+    assert type(quantised.hashed) is QuantHashEmbeddingBagCollection
+    assert type(quantised.plain) is QuantEmbeddingBagCollection
+    want = freeze(model.hashed, dtype="int8")
+    assert torch.equal(quantised.hashed(hostile_batch()).values(), want(hostile_batch()).values())
 
 
 def test_dtypes_of_tables_output_dtype_and_unknown_rows_are_honoured() -> None:

@@ -117,6 +117,9 @@ def test_arguments_are_honoured(optimizer_class: type, kwargs: dict[str, Any], e
         (torch.optim.AdamW, {"decoupled_weight_decay": False}, "decoupled_weight_decay=False is not honoured"),
         (torch.optim.NAdam, {}, "optimizer torch.optim.nadam.NAdam cannot run inside the backward.*Accepted: torch"),
         (torchrec.optim.LAMB, {}, "optimizer torchrec.optim.optimizers.LAMB cannot run"),
+        (torchrec.optim.LarsSGD, {}, "optimizer torchrec.optim.optimizers.LarsSGD cannot run"),
+        (torchrec.optim.PartialRowWiseAdam, {}, "torchrec.optim.optimizers.PartialRowWiseAdam cannot run"),
+        (torchrec.optim.PartialRowWiseLAMB, {}, "torchrec.optim.optimizers.PartialRowWiseLAMB cannot run"),
         (type("Mine", (SGD,), {}), {}, "Mine cannot run inside the backward"),
     ],
 )
