@@ -144,7 +144,7 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
         with _raising_together(host_group):
             device = parse_device(device) or module.target_device
             planned = self._planned_parts(module, params, env, device, module_fqn, host_group)
-        choices = agree_on_kernels([p.part.name for p in planned], [p.kernel for p in planned], host_group)
+        choices = agree_on_kernels([p.part for p in planned], [p.kernel for p in planned], host_group)
         planned = [replace(p, kernel=choice) for p, choice in zip(planned, choices, strict=True)]
         with _raising_together(host_group):
             sharded = self._shard(module, planned, env, device, host_group)

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrec import ConfigError
 from hybridrec.debug import verified, where
 from hybridrec.distributed import output_dist, sharder
 from hybridrec.distributed.input_dist import Router
@@ -172,6 +173,22 @@ def test_tools_know_the_owners(pool_2: RankPool) -> None:
         assert seen["page"] == (1, None, rank != 1)
         assert (seen["exported"] > 0) == (rank == 1)
         assert "columns 3 to 3" in seen["text"]
+
+
+def other_plans() -> str:
+    """Each rank has a plan of its own, with the other owner of the table."""
+    other = Table(name="page", dim=8, features=("page",), owners=((8, 1 - dist.get_rank()),))
+    try:
+        build(Scenario(tables=(other,), ids_per_table=60), {"page": 60})
+    except ConfigError as e:
+        return str(e)
+    return "no error"
+
+
+def test_plans_that_differ_between_ranks_are_refused(pool_2: RankPool) -> None:
+    first, second = pool_2.run(other_plans)
+    assert first == second
+    assert "name or place them otherwise" in first and "collective_plan" in first
 
 
 @contextlib.contextmanager
