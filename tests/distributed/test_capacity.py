@@ -26,7 +26,7 @@ from hybridrec import (
     get_default_hybrid_sharders,
 )
 from hybridrec._compat.fbgemm import HAS_PREALLOCATED_HOST_BUFFERS
-from hybridrec.distributed import lookup
+from hybridrec.distributed import shard_watch
 from tests.distributed.oracle import Table, initial_row, mix64, parts_of
 from tests.distributed.scenario import give_to_owners, state_of
 from tests.ranks import RankPool
@@ -230,7 +230,7 @@ def test_a_full_table_of_one_rank_is_refused(pool_2: RankPool, kind: str, shardi
 
 def warnings_near_budget(device_rows: int) -> list[str]:
     dmp = shard(host_memory_bytes=20_000_000, device_rows=device_rows, dim=512)
-    with mock.patch.object(lookup.logger, "warning") as warning:
+    with mock.patch.object(shard_watch.logger, "warning") as warning:
         for step in range(3000):
             try:
                 dmp(bag_of(list(range(10 * step, 10 * step + 10)))).backward()
@@ -244,7 +244,7 @@ def warnings_near_budget(device_rows: int) -> list[str]:
 def test_budget_warns_once_before_it_refuses(pool_1: RankPool, device_rows: int) -> None:
     (lines,) = pool_1.run(warnings_near_budget, device_rows)
     assert len(lines) == 1 and "of the budget of 20,000,000" in lines[0]
-    assert logging.getLogger("hybridrec") is lookup.logger
+    assert logging.getLogger("hybridrec") is shard_watch.logger
 
 
 def abandoned_eviction() -> dict[str, object]:
