@@ -68,8 +68,9 @@ class FrozenPart:
 
     batch: Any
     """The `MappedBatch` of its ids, without a transaction."""
-    is_frozen: Tensor
-    """bool [columns], or [N] where nothing is pooled; from SWAP on where the slots are."""
+    where: tuple[Tensor, ...]
+    """bool [columns]: which are frozen. Where nothing is pooled: int64, the places among the N ids of those that train,
+    and of those that are read, so that the device is not asked how many there are. From SWAP on where the slots are."""
     output: Tensor | None = None
     """What was read; from SWAP on."""
     ready: Any = None
@@ -79,18 +80,17 @@ class FrozenPart:
     def tensors(self) -> list[Tensor]:
         """What a stream uses that merges."""
         assert self.output is not None
-        return [self.output, self.is_frozen]
+        return [self.output, *self.where]
 
     def merge(self, trained: Tensor, *, is_pooled: bool) -> Tensor:
         """The output of the whole batch, from that of the part that trains: [bags, columns], or a row for each id."""
-        read, is_frozen = self.tensors
+        assert self.output is not None
         if is_pooled:
-            return torch.where(is_frozen, read, trained)
-        output = trained.new_empty((is_frozen.shape[0], trained.shape[1]))
-        output[~is_frozen] = trained
-        output[is_frozen] = read
-        return output
+            return torch.where(self.where[0], self.output, trained)
+        trained_at, read_at = self.where
+        merged = trained.new_empty((trained_at.shape[0] + read_at.shape[0], trained.shape[1]))
+        return merged.index_copy_(0, trained_at, trained).index_copy_(0, read_at, self.output)
 
     def trained_part(self, grad: Tensor, *, is_pooled: bool) -> Tensor:
         """Of the gradient of what `merge` gave, what the part that trains gets."""
-        return grad if is_pooled else grad[~self.is_frozen]
+        return grad if is_pooled else grad.index_select(0, self.where[0])

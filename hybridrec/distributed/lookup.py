@@ -188,8 +188,9 @@ class PooledLookup(nn.Module):
         mapped = self._map_training(trained, offsets_of_features(trained), may_wait)
         if isinstance(mapped, MappedBatch):
             frozen = MappedBatch(transaction=None, lease=None, keys=read, feature_offsets=offsets_of_features(read))
-            is_frozen = is_frozen_F.repeat_interleave(dims_F) if self.is_pooled else is_frozen_N
-            mapped.frozen = FrozenPart(batch=frozen, is_frozen=is_frozen)
+            at = (~is_frozen_N).nonzero().flatten(), is_frozen_N.nonzero().flatten()
+            where = (is_frozen_F.repeat_interleave(dims_F),) if self.is_pooled else at
+            mapped.frozen = FrozenPart(batch=frozen, where=where)
         return mapped
 
     def frozen_tables(self) -> tuple[bool, ...]:
@@ -263,7 +264,7 @@ class PooledLookup(nn.Module):
     def _read_frozen(self, frozen: FrozenPart) -> None:
         """Look up what does not train, while no batch is planned and not moved. It is the same until it trains."""
         frozen.output = self._read(frozen.batch)
-        frozen.is_frozen = frozen.is_frozen.to(self._device)
+        frozen.where = tuple(tensor.to(self._device) for tensor in frozen.where)
         if not self._backend.is_host_memory:
             frozen.ready = self._backend.record_event(self._backend.current_stream(self._device))
 
