@@ -264,9 +264,19 @@ class PooledLookup(nn.Module):
     def _read_frozen(self, frozen: FrozenPart) -> None:
         """Look up what does not train, while no batch is planned and not moved. It is the same until it trains."""
         frozen.output = self._read(frozen.batch)
-        frozen.where = tuple(tensor.to(self._device) for tensor in frozen.where)
+        frozen.where = tuple(self._reader.copies.upload(list(frozen.where)))
         if not self._backend.is_host_memory:
             frozen.ready = self._backend.record_event(self._backend.current_stream(self._device))
+
+    def end_frozen_read(self, batch: MappedBatch) -> None:
+        """A batch is over, or taken back: what its frozen rows were read from may be written after that."""
+        if batch.frozen is None or batch.frozen.ready is None:
+            return
+        stream = self._backend.current_stream(self._device)
+        for event in (self.log.fence, batch.frozen.ready):
+            if event is not None:
+                stream.wait_event(event)
+        self.log.read_until(self._backend.record_event(stream))
 
     def _move_rows(self, transaction: BatchTransaction) -> None:
         try:

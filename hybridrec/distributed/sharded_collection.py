@@ -254,6 +254,7 @@ class ShardedHashCollection(
         """The batch is over: what was not trained by a backward is undone."""
         if ctx.mapped is None or ctx.mapped.waits_for_step:
             return
+        self._lookups[0].end_frozen_read(ctx.mapped)
         transaction = ctx.mapped.transaction
         if transaction is not None and not transaction.is_final:
             transaction.undo()
