@@ -1,11 +1,12 @@
 """Where frozen arrays are: in memory, or in the files of a directory that are mapped into memory.
 
-A directory is written beside its place, as ``<path>.partial``, and renamed when it is whole. Space is reserved before
-anything is written, so that a full disk is an error and not a signal.
+A directory is written beside its place, as ``.<name>.unfinished``, and renamed when it is whole. Space is reserved
+before anything is written, so that a full disk is an error and not a signal.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -54,10 +55,10 @@ class FileStorage:
             ConfigError: It exists.
             OSError: It cannot be made.
         """
-        if path.exists():
+        if os.path.lexists(path):
             raise ConfigError(f"freeze: path {str(path)!r} exists. Pass a path at which there is nothing yet.")
         self.path = path
-        self._partial = path.with_name(path.name + ".partial")
+        self._partial = path.with_name(f".{path.name}.unfinished")
         shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
         self._partial.mkdir(parents=True)
 
@@ -76,7 +77,8 @@ class FileStorage:
         Args:
             manifest: What JSON can say of the arrays.
         """
-        whole = {"format": FORMAT, "version": VERSION, **manifest}
+        whole: dict[str, Any] = {"format": FORMAT, "version": VERSION, **manifest}
+        whole["sha256"] = _digest(whole)
         (self._partial / MANIFEST).write_text(json.dumps(whole, indent=1, allow_nan=True))
         for file in (*self._partial.iterdir(), self._partial):
             _sync(file)
@@ -102,11 +104,17 @@ class MappedFiles:
             raise ConfigError(
                 f"load: {str(path / MANIFEST)!r} cannot be read ({e}). Pass a path that freeze() wrote."
             ) from e
+        if not isinstance(self.manifest, dict):
+            raise ConfigError(f"load: {str(path / MANIFEST)!r} is no manifest. Pass a path that freeze() wrote.")
         found = self.manifest.get("format"), self.manifest.get("version")
         if found != (FORMAT, VERSION):
             raise ConfigError(
                 f"load: {str(path / MANIFEST)!r} says format and version {found}. Accepted: {(FORMAT, VERSION)}. "
                 "Freeze again with this version of hybridrec."
+            )
+        if self.manifest.pop("sha256", None) != _digest(self.manifest):
+            raise ConfigError(
+                f"load: {str(path / MANIFEST)!r} is damaged: it does not say what was written. Freeze or copy it again."
             )
 
     def array(self, name: str, dtype: torch.dtype, shape: tuple[int, int] | tuple[int]) -> Tensor:
@@ -125,6 +133,10 @@ class MappedFiles:
             size = "is missing" if have is None else f"has {have:,} bytes"
             raise ConfigError(f"load: file {str(file)!r} {size}; it should have {wanted:,}. Freeze or copy it again.")
         return torch.from_file(str(file), shared=False, size=numel, dtype=dtype).view(shape)
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,42 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path)
+
+
+def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+    freeze(pooled(steps=1), tmp_path / "frozen")
+    manifest = tmp_path / "frozen" / "frozen.json"
+    whole = manifest.read_text()
+    content = json.loads(whole)
+    short = dict(content)
+    del short["tables"][0]["seed"]
+    altered = [
+        json.dumps(short),
+        whole.replace('"rows": ', '"rows": 1'),
+        whole.replace("item", "itme"),
+        "[]",
+        "null",
+        "3",
+    ]
+    for text in altered:
+        assert text != whole
+        manifest.write_text(text)
+        with pytest.raises(ConfigError, match=r"frozen.json' is (damaged|no manifest)"):
+            load(tmp_path / "frozen")
+    manifest.write_text(whole)
+    load(tmp_path / "frozen")
+
+
+def test_nothing_of_a_user_is_removed(tmp_path: Path) -> None:
+    beside = tmp_path / "frozen.partial"
+    beside.mkdir()
+    (beside / "notes").write_text("dear")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    freeze(pooled(steps=1), tmp_path / "frozen")
+    with pytest.raises(ConfigError, match="link' exists"):
+        freeze(pooled(steps=1), tmp_path / "link")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["frozen", "frozen.partial", "link"]
+    assert (beside / "notes").read_text() == "dear"
 
 
 def test_a_loaded_collection_does_not_write_into_its_files(tmp_path: Path) -> None:
