@@ -206,7 +206,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     altered = [
         json.dumps(short),
         whole.replace('"rows": ', '"rows": 1'),
-        whole.replace("item", "itme"),
+        whole.replace("item", "thing"),
         "[]",
         "null",
         "3",
