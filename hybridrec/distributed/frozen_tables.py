@@ -35,15 +35,14 @@ def frozen_of(parameters: Sequence[nn.Parameter], tables: Sequence[ShardTable]) 
     return frozen
 
 
-def split_frozen(keys: KeyedJaggedTensor, is_frozen_F: Tensor) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor, Tensor]:
+def split_frozen(keys: KeyedJaggedTensor, is_frozen_F: Tensor) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:
     """
     Args:
         keys: F features, host memory.
         is_frozen_F: bool [F].
 
     Returns:
-        The batch without ids of frozen features, that of these alone (both with all features and bags), and which ids
-        are frozen: bool [N].
+        The batch without ids of frozen features, and that of these alone; both with all features and bags.
     """
     lengths_FB = keys.lengths().view(is_frozen_F.shape[0], keys.stride())
     is_frozen_N = is_frozen_F.repeat_interleave(lengths_FB.sum(1), output_size=keys.values().shape[0])
@@ -59,7 +58,7 @@ def split_frozen(keys: KeyedJaggedTensor, is_frozen_F: Tensor) -> tuple[KeyedJag
                 stride=keys.stride(),
             )
         )
-    return parts[0], parts[1], is_frozen_N
+    return parts[0], parts[1]
 
 
 @dataclass(kw_only=True)
@@ -69,8 +68,9 @@ class FrozenPart:
     batch: Any
     """The `MappedBatch` of its ids, without a transaction."""
     where: tuple[Tensor, ...]
-    """bool [columns]: which are frozen. Where nothing is pooled: int64, the places among the N ids of those that train,
-    and of those that are read, so that the device is not asked how many there are. From SWAP on where the slots are."""
+    """bool [columns]: which are frozen. Where nothing is pooled: int64, the places among all cells (rows, if all have
+    one width) of those that train, and of those that are read, so that the device is not asked how many there are. From
+    SWAP on where the slots are."""
     output: Tensor | None = None
     """What was read; from SWAP on."""
     ready: Any = None
@@ -83,7 +83,7 @@ class FrozenPart:
         return [self.output, *self.where]
 
     def merge(self, trained: Tensor, *, is_pooled: bool) -> Tensor:
-        """The output of the whole batch, from that of the part that trains: [bags, columns], or a row for each id."""
+        """The output of the whole batch, from that of the part that trains: [bags, columns], or the rows of ids."""
         assert self.output is not None
         if is_pooled:
             return torch.where(self.where[0], self.output, trained)

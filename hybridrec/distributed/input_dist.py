@@ -49,6 +49,11 @@ class Router:
         self.splits = [num_features + owned for owned in owned_features]
         """[W], how many features each rank gets."""
 
+    def by_rank(self, of_feature_F: Tensor) -> list[Tensor]:
+        """Something of every feature as each rank gets the features: [W] x [features of the rank]."""
+        shared, *owned = of_feature_F.split([self._num_features, *self._owned_features])
+        return [torch.cat((shared, of_rank)) for of_rank in owned]
+
     def sort(self, keyed: KeyedJaggedTensor, *, needs_positions: bool = False) -> Sorted:
         """
         Args:

@@ -182,16 +182,19 @@ class PooledLookup(nn.Module):
             return MappedBatch(transaction=None, lease=None, keys=keys, feature_offsets=feature_offsets)
         if not any(frozen_T):
             return self._map_training(keys, feature_offsets, may_wait)
-        dims_F = torch.tensor([self._tables[t].layout.dim for t in self._feature_table.tolist()])
         is_frozen_F = torch.tensor(frozen_T)[self._feature_table]
-        trained, read, is_frozen_N = split_frozen(keys, is_frozen_F)
+        trained, read = split_frozen(keys, is_frozen_F)
         mapped = self._map_training(trained, offsets_of_features(trained), may_wait)
         if isinstance(mapped, MappedBatch):
             frozen = MappedBatch(transaction=None, lease=None, keys=read, feature_offsets=offsets_of_features(read))
-            at = (~is_frozen_N).nonzero().flatten(), is_frozen_N.nonzero().flatten()
-            where = (is_frozen_F.repeat_interleave(dims_F),) if self.is_pooled else at
-            mapped.frozen = FrozenPart(batch=frozen, where=where)
+            is_frozen = is_frozen_F.repeat_interleave(self._widths(feature_offsets))
+            at = (~is_frozen).nonzero().flatten(), is_frozen.nonzero().flatten()
+            mapped.frozen = FrozenPart(batch=frozen, where=(is_frozen,) if self.is_pooled else at)
         return mapped
+
+    def _widths(self, feature_offsets: Tensor) -> Tensor:
+        """int64 [F]: places of each feature in the output of a batch, along what `FrozenPart.merge` merges."""
+        return torch.tensor([self._tables[t].layout.dim for t in self._feature_table.tolist()])
 
     def frozen_tables(self) -> tuple[bool, ...]:
         """[T]: which tables do not train now; see `frozen_tables.frozen_of`."""

@@ -7,6 +7,8 @@ table is cut into columns, each part on one rank, like a table of its own that s
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,6 +93,25 @@ class Routing:
     def owned_dims(self) -> list[int]:
         """[W]: columns of pools that come from one rank alone."""
         return self._by_owner([part.num_features * part.dim for part in self.parts])
+
+    @functools.cached_property
+    def feature_dims(self) -> list[int]:
+        """[F]: columns that are looked up for each of `feature_names`."""
+        return [part.dim for part in self.parts for _ in range(part.num_features)]
+
+    @functools.cached_property
+    def cell_dim(self) -> int:
+        """The largest number of columns of which every part has a multiple."""
+        return math.gcd(*self.feature_dims)
+
+    @functools.cached_property
+    def first_features(self) -> dict[str, list[int]]:
+        """Table -> of its parts, in the order of their columns, the place of the first feature."""
+        starts = itertools.accumulate((part.num_features for part in self.parts), initial=0)
+        placed: dict[str, list[tuple[int, int]]] = {}
+        for part, start in zip(self.parts, starts, strict=False):
+            placed.setdefault(part.table.name, []).append((part.first_column, start))
+        return {name: [start for _, start in sorted(parts)] for name, parts in placed.items()}
 
     @property
     def largest_dim(self) -> int:

@@ -6,12 +6,15 @@
 
 With ``dedups`` a rank sends each owner every id of a feature once, and where it occurs. The owner puts them back
 together, so that it sees what it sees without; a row comes back once.
+
+Where tables are cut into columns, rows of several widths travel in one exchange: as cells of one width, of which each
+row has some. Ids are counted first; then what is kept is made anew of cells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,8 @@ class SentIds:
     """What the sender of a batch keeps. Index tensors are None where nothing moves (one rank)."""
 
     position_N: Tensor | None
-    """int64 [N]: of each id of the batch, which of the rows that come back is its own."""
+    """int64 [N]: of each id of the batch, which of the rows that come back is its own. (Cells in place of rows and ids
+    where widths differ, here and below.)"""
     origin_N: Tensor | None
     """int64 [N]: of each place in what was sent, rank after rank, which id of the batch is there."""
     ids_to_rank: list[int]
@@ -54,16 +58,23 @@ class ReceivedIds:
 class SequenceInputDist:
     """Sends the ids of a batch, and puts together what the owner gets."""
 
-    def __init__(self, input_dist: HashInputDist, host_group: dist.ProcessGroup, *, dedups: bool) -> None:
+    def __init__(
+        self, input_dist: HashInputDist, host_group: dist.ProcessGroup, feature_cells: Sequence[int], *, dedups: bool
+    ) -> None:
         """
         Args:
             input_dist: Knows who owns what.
             host_group: gloo group of all ranks.
+            feature_cells: [F], in the order of the lookup: of how many cells the rows are.
             dedups: Whether an id that a feature repeats is sent once.
         """
         self._input_dist = input_dist
         self._world_size = host_group.size()
         self._dedups = dedups and self._world_size > 1
+        self._is_cut = any(cells > 1 for cells in feature_cells)
+        self._cells_F = torch.tensor(feature_cells)
+        self._cells_by_rank = input_dist.router.by_rank(self._cells_F)
+        self._own_cells = self._cells_by_rank[host_group.rank()]
 
     def send(self, features: KeyedJaggedTensor) -> tuple[list[Awaitable[Awaitable[KeyedJaggedTensor]]], SentIds]:
         """Begin the exchange.
@@ -86,7 +97,7 @@ class SequenceInputDist:
         origin_N = _inverse(position_N)
         if not self._dedups:
             sent = SentIds(position_N=position_N, origin_N=origin_N, ids_to_rank=to_rank, rows_from_rank=to_rank)
-            return [self._input_dist.send(routed)], sent
+            return [self._input_dist.send(routed)], self._cut_sent(sent, features, counts, counts)
         unique_U, unique_counts, number_N = _unique_by_block(routed.values(), counts)
         first = F.pad(unique_counts.cumsum(0), (1, 0))[:-1].repeat_interleave(counts)
         occurrences = _with_values(routed, (number_N - first).to(torch.int32))
@@ -97,6 +108,7 @@ class SequenceInputDist:
             ids_to_rank=to_rank,
             rows_from_rank=self._by_rank(unique_counts),
         )
+        sent = self._cut_sent(sent, features, counts, unique_counts)
         return [self._input_dist.send(occurrences), self._input_dist.send(uniques)], sent
 
     def receive(
@@ -121,17 +133,51 @@ class SequenceInputDist:
         from_rank = counts_FW.sum(0).tolist()
         gradient_N = _inverse(by_source)
         if not self._dedups:
-            return keys, ReceivedIds(
+            way = ReceivedIds(
                 by_source=by_source, gradient_N=gradient_N, ids_from_rank=from_rank, rows_to_rank=from_rank
             )
+            return keys, self._cut_received(way, counts_FW, counts_FW)
         uniques_FW = received[1].lengths().view(num_features, self._world_size).to(torch.int64)
         first = F.pad(uniques_FW.flatten().cumsum(0), (1, 0))[:-1].repeat_interleave(counts_FW.flatten())
         number_N = first + keys.values()
-        return _with_values(keys, received[1].values()[number_N]), ReceivedIds(
+        way = ReceivedIds(
             by_source=_first_of(number_N, int(uniques_FW.sum()))[_by_source(uniques_FW)],
             gradient_N=gradient_N,
             ids_from_rank=from_rank,
             rows_to_rank=uniques_FW.sum(0).tolist(),
+        )
+        return _with_values(keys, received[1].values()[number_N]), self._cut_received(way, counts_FW, uniques_FW)
+
+    def _cut_sent(self, sent: SentIds, features: KeyedJaggedTensor, counts: Tensor, row_counts: Tensor) -> SentIds:
+        """The same way in cells, from ids and rows of each block of what is sent."""
+        if not self._is_cut:
+            return sent
+        assert sent.position_N is not None and sent.origin_N is not None
+        cells = torch.cat(self._cells_by_rank)
+        cells_N = self._cells_F.repeat_interleave(_counts(features.lengths(), len(features.keys())))
+        return replace(
+            sent,
+            position_N=_of_cells(sent.position_N, cells.repeat_interleave(row_counts)),
+            origin_N=_of_cells(sent.origin_N, cells_N),
+            ids_to_rank=self._by_rank(counts * cells),
+            rows_from_rank=self._by_rank(row_counts * cells),
+        )
+
+    def _cut_received(self, received: ReceivedIds, counts_FW: Tensor, rows_FW: Tensor) -> ReceivedIds:
+        """The same way in cells, from ids and rows of each feature and rank."""
+        if not self._is_cut:
+            return received
+        assert received.by_source is not None and received.gradient_N is not None
+        cells_N = self._own_cells.repeat_interleave(counts_FW.sum(1))
+        arriving_N = torch.empty_like(cells_N)
+        arriving_N[received.gradient_N] = cells_N
+        cells_F1 = self._own_cells.unsqueeze(1)
+        return replace(
+            received,
+            by_source=_of_cells(received.by_source, cells_N),
+            gradient_N=_of_cells(received.gradient_N, arriving_N),
+            ids_from_rank=(counts_FW * cells_F1).sum(0).tolist(),
+            rows_to_rank=(rows_FW * cells_F1).sum(0).tolist(),
         )
 
     def _by_rank(self, counts: Tensor) -> list[int]:
@@ -143,6 +189,18 @@ class SequenceInputDist:
 def _counts(lengths: Tensor, num_blocks: int) -> Tensor:
     """int64 [blocks]: ids of each block of as many samples."""
     return lengths.to(torch.int64).view(num_blocks, lengths.numel() // max(1, num_blocks)).sum(1)
+
+
+def _of_cells(index_N: Tensor, cells_M: Tensor) -> Tensor:
+    """An index of rows as one of their cells, if row m has ``cells_M[m]`` cells: int64 [cells of the rows in it].
+
+    Example:
+        # rows [2, 0],  cells [1, 3, 2]   ->   [4, 5, 0]
+    """
+    counts_N = cells_M[index_N]
+    shift_N = (cells_M.cumsum(0) - cells_M)[index_N] - (counts_N.cumsum(0) - counts_N)
+    shift = shift_N.repeat_interleave(counts_N)
+    return shift + torch.arange(shift.numel())
 
 
 def _unique_by_block(values_N: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,7 +44,7 @@ class SequenceDist(nn.Module):
     def forward(self, rows: Tensor, route: SequenceRoute) -> Awaitable[Tensor]:
         """
         Args:
-            rows: float32 [ids that this rank owns, D], ordered (feature, source rank, sample).
+            rows: float32 [ids that this rank owns, D], ordered (feature, source rank, sample); or cells of them.
             route: Of the batch.
         """
         return NoWait(rows) if self._group.size() == 1 else _RowsUnderWay(rows, route, self._group)
@@ -95,8 +95,11 @@ class _InPlace(torch.autograd.Function):
 class SequenceOutputs:
     """What is made of the rows of this rank's ids."""
 
-    features: list[tuple[str, int]]
-    """Name of the output, place of its feature in the order of the lookup; in the order of the unsharded collection."""
+    features: list[tuple[str, list[int]]]
+    """Name of the output, places of its feature in the order of the lookup, one a column shard and in the order of the
+    columns; in the order of the unsharded collection."""
+    dims: list[int]
+    """[F]: columns of the rows of each feature, in the order of the lookup."""
     counts: list[int]
     """[F]: ids of each feature, in the order of the lookup."""
     lengths_FB: Tensor
@@ -104,13 +107,19 @@ class SequenceOutputs:
     ids_N: Tensor | None
     """[N]: if outputs carry their ids."""
 
-    def finish(self, rows_ND: Tensor) -> dict[str, JaggedTensor]:
-        """What the unsharded collection returns."""
-        rows, lengths = rows_ND.split(self.counts), self.lengths_FB.unbind()
+    def finish(self, cells: Tensor) -> dict[str, JaggedTensor]:
+        """What the unsharded collection returns; from float32 [cells, columns of a cell]."""
+        sizes = [count * dim // cells.shape[1] for count, dim in zip(self.counts, self.dims, strict=True)]
+        parts = zip(cells.split(sizes), self.dims, strict=True)
+        rows, lengths = [part.view(-1, dim) for part, dim in parts], self.lengths_FB.unbind()
         ids = None if self.ids_N is None else self.ids_N.split(self.counts)
         return {
-            name: JaggedTensor(values=rows[f], lengths=lengths[f], weights=None if ids is None else ids[f])
-            for name, f in self.features
+            name: JaggedTensor(
+                values=torch.cat([rows[f] for f in places], 1) if len(places) > 1 else rows[places[0]],
+                lengths=lengths[places[0]],
+                weights=None if ids is None else ids[places[0]],
+            )
+            for name, places in self.features
         }
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingType
 
 from hybridrec._compat.torchrec import EmbeddingComputeKernel
-from hybridrec.config import TableConfig
 from hybridrec.distributed.sequence_lookup import SequenceLookup
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.sharded_embedding import ShardedHashEmbeddingCollection
 from hybridrec.distributed.sharder import HashCollectionSharder
-from hybridrec.errors import ConfigError
-from hybridrec.kernels.optimizer import OptimizerSpec
 from hybridrec.modules.hash_collection import HashCollection
 from hybridrec.modules.hash_embedding import HashEmbeddingCollection
 
 
 class HybridHashEmbeddingCollectionSharder(HashCollectionSharder):
-    """Shards `HashEmbeddingCollection` over all ranks: row-wise, or tables on single ranks."""
+    """Shards `HashEmbeddingCollection` over all ranks: row-wise, or tables or columns of tables on single ranks."""
 
     _lookup_class = SequenceLookup
 
@@ -42,7 +39,7 @@ class HybridHashEmbeddingCollectionSharder(HashCollectionSharder):
             qcomm_codecs_registry: As for embedding bags.
             use_index_dedup: Whether an id that a feature of a batch repeats travels once, and its row too. Changes no
                 bit of the result; gradients travel for every id.
-            sharding_type: As for embedding bags; not column-wise.
+            sharding_type: As for embedding bags.
             kernel_type: As for embedding bags.
             host_memory_bytes: As for embedding bags.
 
@@ -62,21 +59,6 @@ class HybridHashEmbeddingCollectionSharder(HashCollectionSharder):
     @property
     def module_type(self) -> type[HashCollection]:
         return HashEmbeddingCollection
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Those of embedding bags but column-wise, on every device."""
-        return [t for t in super().sharding_types(compute_device_type) if t != ShardingType.COLUMN_WISE.value]
-
-    def _checked_optimizer(
-        self, module: HashCollection, table: TableConfig, planned: ParameterSharding
-    ) -> OptimizerSpec:
-        if planned.sharding_type == ShardingType.COLUMN_WISE.value:
-            raise ConfigError(
-                f"table {table.name!r}: the plan shards it 'column_wise', which does not exist for sequences of hashed "
-                "tables: a row comes back from one rank. Use ParameterConstraints(sharding_types=[...]) with "
-                "'row_wise' or 'table_wise'."
-            )
-        return super()._checked_optimizer(module, table, planned)
 
     def _sharded(self, *args: Any, **kwargs: Any) -> ShardedHashCollection:
         return ShardedHashEmbeddingCollection(*args, **kwargs, dedups=self._dedups)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from hybridrec.config import TableConfig, embedding_names
+from hybridrec.config import TableConfig
 from hybridrec.distributed.input_dist import HashInputDist
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.routing import Routing
@@ -85,11 +84,14 @@ class ShardedHashEmbeddingCollection(ShardedHashCollection):
         self._dim = module.embedding_dim()
         input_dist = HashInputDist(host_group, routing.shared_features, routing.owned_features)
         self._input_dists = [input_dist]
-        self._sequence_dist = SequenceInputDist(input_dist, host_group, dedups=dedups)
+        cells = [dim // routing.cell_dim for dim in routing.feature_dims]
+        self._sequence_dist = SequenceInputDist(input_dist, host_group, cells, dedups=dedups)
         self._output_dists = [SequenceDist(device_group)]
-        fed_names = embedding_names([part.table for part in routing.parts])
-        place = {name: f for f, name in enumerate(itertools.chain.from_iterable(fed_names))}
-        self._features = [(name, place[name]) for names in self._names for name in names]
+        self._features = [
+            (name, [first + i for first in routing.first_features[table.name]])
+            for table, names in zip(tables, self._names, strict=True)
+            for i, name in enumerate(names)
+        ]
 
     def create_context(self) -> SequenceBatchContext:
         return SequenceBatchContext(is_training=self._trains())
@@ -104,6 +106,7 @@ class ShardedHashEmbeddingCollection(ShardedHashCollection):
         lengths_FB = features.lengths().view(len(features.keys()), features.stride())
         ctx.outputs = SequenceOutputs(
             features=self._features,
+            dims=self._routing.feature_dims,
             counts=lengths_FB.sum(1).tolist(),
             lengths_FB=lengths_FB.to(ctx.lengths_dtype),
             ids_N=features.values().to(ctx.ids_dtype) if self._need_indices else None,
@@ -134,7 +137,7 @@ class ShardedHashEmbeddingCollection(ShardedHashCollection):
         if ctx.outputs.ids_N is not None:
             uploaded.append(ctx.outputs.ids_N)
         self._lookups[0].use(uploaded, ctx.mapped.ready)
-        rows = output[0].view(len(output[0]), self._dim)  # a rank without tables does not know D
+        rows = output[0].reshape(-1, self._routing.cell_dim)  # a rank without tables does not know it
         return SequenceAwaitable(self._output_dists[0](rows, ctx.route), ctx.outputs, self._output_dtype)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

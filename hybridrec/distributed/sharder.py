@@ -228,7 +228,7 @@ class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: igno
         device: torch.device,
         host_group: dist.ProcessGroup,
     ) -> ShardedHashCollection:
-        groups = _grouped(planned)
+        groups = _grouped(planned, is_pooled=self._lookup_class.is_pooled)
         routing = Routing(parts=tuple(p.part for group in groups for p in group), world_size=env.world_size)
         kernels = [[_shard_table(p, env) for p in group] for group in groups if group[0].part.owner in (None, env.rank)]
         self._check_device_memory([table for group in kernels for table in group], device)
@@ -344,7 +344,7 @@ def _shard_table(planned: _PlannedPart, env: ShardingEnv) -> ShardTable:
     )
 
 
-def _grouped(planned: Sequence[_PlannedPart]) -> list[list[_PlannedPart]]:
+def _grouped(planned: Sequence[_PlannedPart], *, is_pooled: bool) -> list[list[_PlannedPart]]:
     """The parts of all kernels of all ranks, in the order of `Routing`: row-wise ones apart from owned ones."""
     by_owner: dict[int, list[_PlannedPart]] = {}
     for one in planned:
@@ -358,6 +358,7 @@ def _grouped(planned: Sequence[_PlannedPart]) -> list[list[_PlannedPart]]:
             optimizer=lambda p: p.optimizer,
             name=lambda p: p.kernel.name,
             row_type=lambda p: p.part.table.row_type,
+            is_pooled=is_pooled,
         )
     ]
 

@@ -116,10 +116,12 @@ def group_tables(
     optimizer: Callable[[TableT], OptimizerSpec],
     name: Callable[[TableT], str],
     row_type: Callable[[TableT], RowType] = lambda _: RowType.FLOAT32,
+    is_pooled: bool = True,
 ) -> list[list[TableT]]:
     """Put tables together that may share a kernel: same class, row type and optimizer (learning rate included).
 
-    `TorchKernel` runs once for every dim that it holds, so there tables of different dims are kept apart too.
+    `TorchKernel` runs once for every dim that it holds, so there tables of different dims are kept apart too; and
+    where nothing is pooled, since the rows of a kernel are one tensor.
 
     Args:
         tables: Anything that stands for a table.
@@ -127,6 +129,7 @@ def group_tables(
         optimizer: That of one.
         name: The kernel that serves one.
         row_type: Of one's weights.
+        is_pooled: Whether the kernels pool.
 
     Returns:
         Groups in order of their first table; tables of a group in the order given.
@@ -135,5 +138,6 @@ def group_tables(
     for table in tables:
         d, o = dim(table), optimizer(table)
         kernel = name(table)
-        groups.setdefault((kernel, o, row_type(table), d if kernel == "torch" else None), []).append(table)
+        is_apart = kernel == "torch" or not is_pooled
+        groups.setdefault((kernel, o, row_type(table), d if is_apart else None), []).append(table)
     return list(groups.values())

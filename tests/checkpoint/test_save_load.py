@@ -18,7 +18,7 @@ from tests.checkpoint.runs import Records, build, go_on_against_oracle, load_and
 from tests.distributed.oracle import Table
 from tests.distributed.pipelines import all_batches, mine
 from tests.distributed.scenario import TABLES, Scenario
-from tests.distributed.test_sequence_oracle import SEQUENCES
+from tests.distributed.test_sequence_oracle import COLUMNS, SEQUENCES
 from tests.distributed.test_sharding_types import MIXED
 from tests.ranks import RankFailure, RankPools
 
@@ -67,13 +67,17 @@ def test_tables_and_columns_on_single_ranks(pools: RankPools, tmp_path: Path, be
     assert everything(found) == everything(saved)
 
 
-def test_sequences(pools: RankPools, tmp_path: Path) -> None:
-    scenario = replace(ADAM, tables=SEQUENCES, is_sequence=True, batch_size=6)
+@pytest.mark.parametrize("tables", [SEQUENCES, COLUMNS], ids=["row_wise", "columns"])
+def test_sequences(pools: RankPools, tmp_path: Path, tables: tuple[Table, ...]) -> None:
+    scenario = replace(ADAM, tables=tables, is_sequence=True, batch_size=6)
     saved = pools[2].run(save_and_go_on, scenario, tmp_path, 6)
     again = pools[2].run(load_and_go_on, replace(scenario, cache="all"), tmp_path)
     for before, after in zip(saved, again, strict=True):
         assert before["records"] == after["records"] and all(before["records"].values())
         assert before["losses"][6:] == after["losses"] and before["final"] == after["final"]
+    dicts = pools[2].run(state_dicts, scenario, 3, None)
+    found = pools[1].run(state_dicts, scenario, 3, [one["state"] for one in dicts])
+    assert everything(found) == everything(dicts)
 
 
 @pytest.mark.slow

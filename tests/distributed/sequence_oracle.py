@@ -13,6 +13,8 @@ from tests.distributed.oracle import Batch, Oracle, Part, scenario_loss
 
 Place = tuple[int, str, int]
 """Table, feature, place among the feature's ids in a rank's batch."""
+Piece = tuple[int, str, int, int]
+"""And the first column."""
 
 
 class SequenceOracle(Oracle):
@@ -56,7 +58,7 @@ class SequenceOracle(Oracle):
 
     def _look_up(self, batches: Sequence[Batch]) -> tuple[list[dict[Place, Tensor]], list[object]]:
         """For each rank the rows of its ids, wherever they were looked up; and what the kernels keep."""
-        found: list[dict[Place, Tensor]] = [{} for _ in batches]
+        found: list[dict[Piece, Tensor]] = [{} for _ in batches]
         saved = []
         for part, known, kernel in zip(self.mine, self.rows, self.kernels, strict=True):
             t, owned = self.tables.index(part.table), list(self._owned(part, batches))
@@ -64,17 +66,26 @@ class SequenceOracle(Oracle):
             rows, kept = kernel.forward(slots, torch.arange(len(owned) + 1), None)
             saved.append(kept)
             for (rank, feature, place, _), row in zip(owned, rows, strict=True):
-                found[rank][t, feature, place] = row.clone()
-        merged: list[dict[Place, Tensor]] = [{} for _ in batches]
+                found[rank][t, feature, place, part.first] = row.clone()
+        merged: list[dict[Piece, Tensor]] = [{} for _ in batches]
         for of_owner in _everyones(found):
             for rank, rows_of_rank in enumerate(of_owner):
                 merged[rank].update(rows_of_rank)
-        return merged, saved
+        return [self._whole(pieces) for pieces in merged], saved
+
+    def _whole(self, pieces: dict[Piece, Tensor]) -> dict[Place, Tensor]:
+        """Rows of all columns."""
+        firsts = [[part.first for part in self.parts if part.table is table] for table in self.tables]
+        return {
+            (t, f, p): torch.cat([pieces[t, f, p, first] for first in firsts[t]])
+            for t, f, p in dict.fromkeys(key[:3] for key in pieces)
+        }
 
     def _update(self, batches: Sequence[Batch], grads: Sequence[dict[Place, Tensor]], saved: Sequence[object]) -> None:
         for part, kernel, kept in zip(self.mine, self.kernels, saved, strict=True):
             t = self.tables.index(part.table)
-            of_ids = [grads[rank][t, feature, place] for rank, feature, place, _ in self._owned(part, batches)]
+            columns = slice(part.first, part.first + part.dim)
+            of_ids = [grads[r][t, feature, place][columns] for r, feature, place, _ in self._owned(part, batches)]
             grad = torch.stack(of_ids) if of_ids else torch.empty(0, part.dim)
             kernel.backward(kept, grad, step=self.step_number)
 

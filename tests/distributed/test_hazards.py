@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from tests.ranks import RankPool
 TABLE = Table(name="t", dim=8, features=("f",))
 SCENARIO = Scenario(optimizer="adam", cache="tenth", ids_per_table=80, tables=(TABLE,))
 """8 slots at one rank, 4 a rank at two."""
+SEQUENCES = dataclasses.replace(SCENARIO, is_sequence=True)
 A, B, C, D = range(0, 6), range(6, 12), range(12, 18), range(18, 24)
 HAZARDS: dict[str, list[list[int]]] = {
     "evicted_while_in_use": [list(A), list(B), list(C), list(D)] * 4,
@@ -80,6 +82,14 @@ def hazard(steps: list[list[int]], depth: int, scenario: Scenario = SCENARIO) ->
 def test_hazard(pools: dict[int, RankPool], world_size: int, name: str) -> None:
     for depth in (0, 1, 3, 6):
         for stats in pools[world_size].run(hazard, HAZARDS[name], depth):
+            assert stats["victims"] > 0 and stats["write_backs"] > 0 and stats["loads"] > 0, (depth, stats)
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hazard_of_sequences(pools: dict[int, RankPool], world_size: int, name: str) -> None:
+    for depth in (0, 3):
+        for stats in pools[world_size].run(hazard, HAZARDS[name], depth, SEQUENCES):
             assert stats["victims"] > 0 and stats["write_backs"] > 0 and stats["loads"] > 0, (depth, stats)
 
 

@@ -13,7 +13,15 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig, describe_plan, get_default_hybrid_sharders
+from hybridrec import (
+    HashEmbeddingBagCollection,
+    HashEmbeddingBagConfig,
+    HashEmbeddingCollection,
+    HashEmbeddingConfig,
+    HybridHashEmbeddingCollectionSharder,
+    describe_plan,
+    get_default_hybrid_sharders,
+)
 from hybridrec.errors import ConfigError
 from tests.ranks import RankPool
 
@@ -29,10 +37,13 @@ def plan_of(
     hbm: int = 4 * GIB,
     min_partition: int = 32,
     world_size: int | None = None,
+    is_sequence: bool = False,
+    sharding_type: str | None = None,
 ) -> tuple[ShardingPlan, Any, Any]:
     world_size = world_size or dist.get_world_size()
+    config_class = HashEmbeddingConfig if is_sequence else HashEmbeddingBagConfig
     tables = [
-        HashEmbeddingBagConfig(
+        config_class(
             name=name,
             num_embeddings=rows if isinstance(rows, int) else rows[name],
             embedding_dim=64,
@@ -40,10 +51,12 @@ def plan_of(
         )
         for name in types
     ]
-    ebc = HashEmbeddingBagCollection(tables)
+    ebc = (HashEmbeddingCollection if is_sequence else HashEmbeddingBagCollection)(tables)
     apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
     env = ShardingEnv(world_size=world_size, rank=dist.get_rank(), pg=dist.new_group(backend="gloo"))
     sharders = get_default_hybrid_sharders(env)
+    if sharding_type:
+        sharders = [HybridHashEmbeddingCollectionSharder(env, sharding_type=sharding_type)]
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=world_size, local_world_size=world_size, compute_device=device, hbm_cap=hbm, ddr_cap=16 * GIB
@@ -70,9 +83,10 @@ def chosen(types: dict[str, list[str] | None], **kwargs: Any) -> dict[str, Any]:
     }
 
 
-def test_constraints_choose(pool_2: RankPool) -> None:
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_constraints_choose(pool_2: RankPool, is_sequence: bool) -> None:
     types = {"free": None, "whole": ["table_wise"], "cut": ["column_wise"], "either": ["column_wise", "table_wise"]}
-    first, second = pool_2.run(chosen, types)
+    first, second = pool_2.run(chosen, types, is_sequence=is_sequence)
     assert first["types"] == second["types"] and first["ranks"] == second["ranks"]
     assert first["types"]["free"] == "row_wise"
     assert first["types"]["whole"] == "table_wise" and len(first["ranks"]["whole"]) == 1
@@ -111,8 +125,14 @@ def test_other_types_are_refused_by_name(pool_1: RankPool, sharding_type: str) -
     assert "table 't'" in text and repr(sharding_type) in text and "'row_wise'" in text
 
 
-def test_column_wise_with_row_wise_state_is_refused(pool_1: RankPool) -> None:
-    ((name, text),) = pool_1.run(refused, {"t": ["column_wise"]}, row_wise_state=True)
+def test_a_sharder_of_sequences_chooses_column_wise(pool_2: RankPool) -> None:
+    for result in pool_2.run(chosen, {"t": None}, is_sequence=True, sharding_type="column_wise"):
+        assert result["types"] == {"t": "column_wise"}
+
+
+@pytest.mark.parametrize("is_sequence", [False, True])
+def test_column_wise_with_row_wise_state_is_refused(pool_1: RankPool, is_sequence: bool) -> None:
+    ((name, text),) = pool_1.run(refused, {"t": ["column_wise"]}, row_wise_state=True, is_sequence=is_sequence)
     assert name == ConfigError.__name__ and "one value a row" in text and "table 't'" in text
     ((name, text),) = pool_1.run(refused, {"t": ["column_wise", "row_wise"]}, row_wise_state=True)
     assert (name, text) == ("", "")

@@ -11,9 +11,14 @@ import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from hybridrec import HashEmbeddingBagCollection, HashEmbeddingBagConfig
+from hybridrec import (
+    HashEmbeddingBagCollection,
+    HashEmbeddingBagConfig,
+    HashEmbeddingCollection,
+    HashEmbeddingConfig,
+)
 from hybridrec.distributed.planner_demand import BATCHES_IN_FLIGHT
 from hybridrec.distributed.planner_report import planned_tables
 from tests.distributed.plan_cases import MIB, Case, Model, entries, planner_of, sharders_of
@@ -32,19 +37,28 @@ IDS_A_STEP = 4000
 def train(dmp: DistributedModelParallel, ids: torch.Tensor) -> None:
     """One step; every feature of one table asks for the same ids, one a bag."""
     ebc = dmp.module
-    keys = [name for config in ebc.embedding_bag_configs() for name in config.feature_names]
+    keys = [name for table in ebc.table_configs for name in table.feature_names]
     values = ids.repeat(len(keys))
     kjt = KeyedJaggedTensor(keys, values, lengths=torch.ones_like(values, dtype=torch.int32))
-    dmp(kjt).values().sum().backward()
+    output = dmp(kjt)
+    rows = output.values() if isinstance(output, KeyedTensor) else output[keys[0]].values()
+    rows.sum().backward()
 
 
-def accounted_and_taken(kernel: str, optimizer: str, dim: int, planned_rows: int) -> tuple[int, int]:
+def accounted_and_taken(
+    kernel: str, optimizer: str, dim: int, planned_rows: int, *, is_sequence: bool = False
+) -> tuple[int, int]:
     """Bytes of this rank in both tiers: as planned for batches of so many ids, and once all planned rows live."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = HashEmbeddingBagConfig(
+    config_class, collection_class = (
+        (HashEmbeddingConfig, HashEmbeddingCollection)
+        if is_sequence
+        else (HashEmbeddingBagConfig, HashEmbeddingBagCollection)
+    )
+    config = config_class(
         name="t", num_embeddings=10**12, planned_rows=planned_rows, embedding_dim=dim, feature_names=["f"]
     )
-    model = HashEmbeddingBagCollection([config])
+    model = collection_class([config])
     apply_optimizer_in_backward(OPTIMIZERS[optimizer], model.parameters(), {"lr": 0.1})
     factor = {"t": 0.3} if kernel == "fused_uvm_caching" else {}
     case = Case(tables={}, kernels={"t": kernel}, load_factors=factor, device_type="cpu", world_size=world_size)
@@ -70,6 +84,12 @@ def accounted_and_taken(kernel: str, optimizer: str, dim: int, planned_rows: int
 @pytest.mark.parametrize(("optimizer", "dim"), [("sgd", 32), ("adagrad", 16), ("rowwise_adagrad", 10), ("adam", 24)])
 def test_bytes_are_those_that_were_accounted(pool_2: RankPool, kernel: str, optimizer: str, dim: int) -> None:
     for accounted, taken in pool_2.run(accounted_and_taken, kernel, optimizer, dim, 240_000):
+        assert accounted == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching", "fused_uvm"])
+def test_bytes_of_sequences_are_those_that_were_accounted(pool_2: RankPool, kernel: str) -> None:
+    for accounted, taken in pool_2.run(accounted_and_taken, kernel, "adagrad", 16, 240_000, is_sequence=True):
         assert accounted == pytest.approx(taken, rel=0.05)
 
 

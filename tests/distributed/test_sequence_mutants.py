@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from hybridrec.distributed import sequence_input_dist
+from hybridrec.distributed.routing import Routing
 from hybridrec.kernels.sequence_kernel import SequenceKernel
 from tests.distributed.scenario import Scenario, run_against_oracle
 from tests.distributed.test_mutants import lose_a_write_back
-from tests.distributed.test_sequence_oracle import SEQUENCES
+from tests.distributed.test_sequence_oracle import COLUMNS, SEQUENCES
 from tests.ranks import RankPool
 
 
@@ -76,6 +77,30 @@ def lose_an_occurrence() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def cells_of_other_rows() -> Iterator[None]:
+    """Pieces of rows of several widths take the places of others."""
+    real = sequence_input_dist._of_cells
+
+    def of_cells(index_N: Tensor, cells_M: Tensor) -> Tensor:
+        return real(index_N, cells_M).flip(0)
+
+    with mock.patch.object(sequence_input_dist, "_of_cells", of_cells):
+        yield
+
+
+@contextlib.contextmanager
+def columns_backwards() -> Iterator[None]:
+    """The parts of a column-wise table come out in the other order."""
+    real = Routing.first_features.func
+
+    def first_features(self: Routing) -> dict[str, list[int]]:
+        return {name: starts[::-1] for name, starts in real(self).items()}
+
+    with mock.patch.object(Routing, "first_features", property(first_features)):
+        yield
+
+
 MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     f.__name__: f
     for f in (
@@ -84,6 +109,8 @@ MUTATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         sum_backwards,
         lose_an_occurrence,
         lose_a_write_back,
+        cells_of_other_rows,
+        columns_backwards,
         contextlib.nullcontext,
     )
 }
@@ -114,6 +141,13 @@ def test_oracle_catches(pools: dict[int, RankPool], name: str, world_size: int, 
     scenario = Scenario(is_sequence=True, tables=SEQUENCES, dedups=dedups, steps=30, ids_per_table=ids)
     results = pools[world_size].run(run_mutant, name, scenario)
     assert any(r.startswith("caught") for r in results), results
+
+
+@pytest.mark.parametrize("name", ["cells_of_other_rows", "columns_backwards"])
+def test_oracle_of_columns_catches(pool_2: RankPool, name: str) -> None:
+    scenario = Scenario(is_sequence=True, tables=COLUMNS, steps=5, batch_size=5, ids_per_table=60)
+    results = pool_2.run(run_mutant, name, scenario)
+    assert all(r.startswith("caught") for r in results), results
 
 
 def test_without_a_mutation_nothing_is_caught(pool_2: RankPool) -> None:

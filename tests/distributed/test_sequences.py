@@ -241,12 +241,13 @@ def mixed_losses(depth: int | None) -> list[float]:
     return losses
 
 
-def test_pooled_and_sequence_tables_in_one_pipeline(pool_2: RankPool) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_pooled_and_sequence_tables_in_one_pipeline(pools: dict[int, RankPool], world_size: int) -> None:
     """With prefetch, until the last rank's batches have ended; then reads."""
-    expected = pool_2.run(mixed_losses, None)
+    expected = pools[world_size].run(mixed_losses, None)
     assert len(expected[0]) == 17 and len(set(expected[0])) > 10
     for depth in (1, 3):
-        assert pool_2.run(mixed_losses, depth) == expected
+        assert pools[world_size].run(mixed_losses, depth) == expected
 
 
 def look_inside() -> None:
