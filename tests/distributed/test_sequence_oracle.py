@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from hybridrec.debug import verified
 from tests.distributed.oracle import Table
 from tests.distributed.pipelines import run_pipeline_against_oracle
-from tests.distributed.scenario import Scenario, run_against_oracle
-from tests.ranks import RankPool
+from tests.distributed.scenario import Scenario, build, make_batch, run_against_oracle, state_of, to_kjt
+from tests.ranks import RankFailure, RankPool
 
 SEQUENCES = (
     Table(name="user", dim=8, features=("user",)),
@@ -166,3 +169,56 @@ def test_pipeline(
             assert sum(s.oversized for s in result["stats"]) > 0
         elif cache != "all":
             assert all(s.write_backs > 0 and s.loads > 0 for s in result["stats"])
+
+
+def test_columns_with_row_wise_state_are_refused(pool_2: RankPool) -> None:
+    scenario = Scenario(is_sequence=True, tables=COLUMNS[:1], optimizer="rowwise_adagrad", steps=1)
+    with pytest.raises(RankFailure, match="'user'.*cannot be sharded 'column_wise'.*one value a row"):
+        pool_2.run(run_against_oracle, scenario)
+
+
+def train_beside_frozen_columns() -> None:
+    """What does not train gives the rows that it has, beside rows of other widths that train, and keeps them."""
+    scenario = Scenario(is_sequence=True, tables=COLUMNS, steps=6, batch_size=5, ids_per_table=60)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = [make_batch(scenario, step, rank, world_size) for step in range(6)]
+    dmp, optimizer = build(scenario, {table.name: 60 for table in COLUMNS})
+    parts = [part.table.name for part in sorted(dmp.module.ebc.parts, key=lambda p: p.table.name != "user")]
+    for step, batch in enumerate(batches):
+        features = to_kjt(scenario, batch)
+        if step == 3:
+            for name, parameter in dmp.module.ebc.named_parameters():
+                parameter.requires_grad_(".user." not in name)
+            before = state_of(dmp)
+        with torch.no_grad():
+            dmp.eval()
+            expected = dmp(features, batch.labels)
+        dmp.train()
+        optimizer.zero_grad()
+        loss = dmp(features, batch.labels)
+        assert torch.equal(loss, expected)
+        loss.backward()
+        optimizer.step()
+    for name, old, new in zip(parts, before, state_of(dmp), strict=True):
+        is_same = old.keys() == new.keys() and all(old[i].tobytes() == new[i].tobytes() for i in old)
+        assert is_same == (name == "user"), name
+
+
+def test_frozen_columns(pool_2: RankPool) -> None:
+    pool_2.run(train_beside_frozen_columns)
+
+
+def shadowed_columns() -> None:
+    scenario = Scenario(is_sequence=True, tables=COLUMNS, steps=3, batch_size=5, ids_per_table=60)
+    dmp, optimizer = build(scenario, {table.name: 60 for table in COLUMNS})
+    with verified(dmp.module.ebc) as result:
+        for step in range(3):
+            batch = make_batch(scenario, step, dist.get_rank(), dist.get_world_size())
+            optimizer.zero_grad()
+            dmp(to_kjt(scenario, batch), batch.labels).backward()
+            optimizer.step()
+    assert result.difference is None and result.steps == 3 and result.rows > 20
+
+
+def test_columns_are_verified(pool_2: RankPool) -> None:
+    pool_2.run(shadowed_columns)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.pipelines import run_pipeline_against_oracle
 from tests.distributed.scenario import Scenario, run_against_oracle
-from tests.distributed.test_sequence_oracle import SEQUENCES
+from tests.distributed.test_sequence_oracle import COLUMNS, SEQUENCES
 from tests.ranks import RankPool
 
 
@@ -31,3 +31,13 @@ def test_oracle(
         npu_pools[world_size].run(run_pipeline_against_oracle, scenario, depth, delay_seed=depth)
     else:
         npu_pools[world_size].run(run_against_oracle, scenario)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_columns(npu_pools: dict[int, RankPool], depth: int) -> None:
+    """Rows of several widths."""
+    scenario = Scenario(is_sequence=True, tables=COLUMNS, optimizer="adam", steps=12, batch_size=5, device="npu")
+    if depth:
+        npu_pools[2].run(run_pipeline_against_oracle, scenario, depth, delay_seed=depth)
+    else:
+        npu_pools[2].run(run_against_oracle, scenario)
