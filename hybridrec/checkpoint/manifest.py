@@ -104,13 +104,13 @@ class Manifest:
     def encode(self) -> bytes:
         """What its file holds."""
         content = {"format": FORMAT, **dataclasses.asdict(self)}
-        content["sha256"] = _digest(content)
+        content["sha256"] = digest_of(content)
         return json.dumps(content, indent=1, sort_keys=True).encode()
 
     @property
     def digest(self) -> str:
         """SHA-256 of what the manifest says, and so of the snapshot."""
-        return _digest({"format": FORMAT, **dataclasses.asdict(self)})
+        return digest_of({"format": FORMAT, **dataclasses.asdict(self)})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -119,31 +119,42 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         StateError: It is missing, cut, altered or of another format; names the file.
     """
-    path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_bytes())
-        digest = content.pop("sha256")
-        known_format = content["format"]
-    except FileNotFoundError as e:
-        raise StateError(f"{folder} is no complete snapshot: it has no {MANIFEST}.") from e
-    except OSError as e:
-        raise StateError(f"{path} cannot be read: {e}.") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise StateError(f"{path} is damaged: it is no manifest. Load an older snapshot.") from e
-    if known_format != FORMAT:
-        raise ConfigError(
-            f"{path} has format {known_format}, this version of hybridrec reads format {FORMAT}. Load it with the "
-            f"version that wrote it: {content.get('versions', {}).get('hybridrec', 'unknown')}."
-        )
-    if digest != _digest(content):
-        raise StateError(f"{path} is damaged: its contents are not what was written. Load an older snapshot.")
-    del content["format"]
-    collections = tuple(_collection(c) for c in content.pop("collections"))
+    content = read_json(folder / MANIFEST, FORMAT)
+    collections = tuple(collection_of(c) for c in content.pop("collections"))
     dense, ranks = FileEntry(**content.pop("dense")), tuple(FileEntry(**f) for f in content.pop("ranks"))
     return Manifest(collections=collections, dense=dense, ranks=ranks, **content)
 
 
-def _collection(content: dict[str, Any]) -> CollectionEntry:
+def read_json(path: Path, known_format: int) -> dict[str, Any]:
+    """What a manifest says, without its format and hash.
+
+    Raises:
+        StateError: It is missing, cut or altered; names the file.
+        ConfigError: It has another format.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        digest = content.pop("sha256")
+        found_format = content["format"]
+    except FileNotFoundError as e:
+        raise StateError(f"{path.parent} is no complete snapshot: it has no {path.name}.") from e
+    except OSError as e:
+        raise StateError(f"{path} cannot be read: {e}.") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise StateError(f"{path} is damaged: it is no manifest. Load an older snapshot.") from e
+    if found_format != known_format:
+        raise ConfigError(
+            f"{path} has format {found_format}, this version of hybridrec reads format {known_format}. Load it with "
+            f"the version that wrote it: {content.get('versions', {}).get('hybridrec', 'unknown')}."
+        )
+    if digest != digest_of(content):
+        raise StateError(f"{path} is damaged: its contents are not what was written. Load an older snapshot.")
+    del content["format"]
+    return content
+
+
+def collection_of(content: dict[str, Any]) -> CollectionEntry:
+    """A collection's entry out of what JSON made of it."""
     return CollectionEntry(tables=tuple(table_of(t) for t in content.pop("tables")), **content)
 
 
@@ -155,5 +166,6 @@ def table_of(content: Mapping[str, Any]) -> TableEntry:
     return TableEntry(files=files, states=states, **content)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def digest_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of what a manifest says, its format included."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -122,12 +122,12 @@ class Saving:
                 for c, module in self._collections.items():
                     module.lookup.flush()
                     for table in module.lookup.tables:
-                        rows = _chunk_rows(table)
+                        rows = chunk_rows_of(table)
                         self._exports[c, table.name] = module.lookup.export_rows(table.name, chunk_rows=rows)
         except BaseException:
             self._give_up()
             raise
-        self._entries = [_entry(c, module) for c, module in self._collections.items()]
+        self._entries = [collection_entry(c, module) for c, module in self._collections.items()]
 
     def start(self) -> None:
         """Write this rank's rows on a thread of their own."""
@@ -144,7 +144,7 @@ class Saving:
         try:
             for (c, name), export in self._exports.items():
                 table = next(t for t in self._collections[c].lookup.tables if t.name == name)
-                file = f"rows/{_folder_name(c)}/{_folder_name(name)}/{self._rank:05d}.rows"
+                file = f"rows/{folder_name(c)}/{folder_name(name)}/{self._rank:05d}.rows"
                 self._files[c, name] = write_rows(self._folder, file, export, table.layout, self._rank)
             sync_folder(self._folder)
         except Exception as e:  # raised by `finish`, on all ranks
@@ -168,32 +168,23 @@ class Saving:
         with ranks.together():
             if self._error is not None:
                 raise self._error
-        entries = [_with_files(entry, self._files) for entry in self._entries]
+        entries = [with_files(entry, self._files) for entry in self._entries]
         everyone = ranks.gather((*self._small, entries))
         with ranks.together():
             if self._rank == 0:
                 manifest = Manifest(
                     step=self._step,
                     world_size=ranks.world_size,
-                    collections=tuple(map(_merged, zip(*(one[2] for one in everyone), strict=True))),
+                    collections=tuple(map(merged, zip(*(one[2] for one in everyone), strict=True))),
                     dense=everyone[0][0],
                     ranks=tuple(one[1] for one in everyone),
                     versions={"hybridrec": version("hybridrec"), "torch": torch.__version__},
                 )
                 for file in manifest.files():
-                    self._require_here(file)
+                    require_here(self._folder, file)
                 write_file(self._folder, MANIFEST, manifest.encode(), 0)
                 sync_folder(self._folder)
                 snapshot.publish(self._root, self._name, self._keep)
-
-    def _require_here(self, file: FileEntry) -> None:
-        """Raise `ConfigError` unless rank 0, too, sees what a rank wrote."""
-        path = self._folder / file.name
-        if not path.is_file() or path.stat().st_size != file.bytes:
-            raise ConfigError(
-                f"save: rank {file.rank} wrote {file.name}, and rank 0 does not find it in {self._folder}. Save to a "
-                "folder that all ranks share."
-            )
 
     def _close(self) -> None:
         for export in self._exports.values():
@@ -212,7 +203,7 @@ class Saving:
             "random": contents.random_state(device),
             "rates": contents.copy_of(rates, "learning rates"),
         }
-        entry = write_file(self._folder, f"ranks/{self._rank:05d}.pt", _encoded(own), self._rank)
+        entry = write_file(self._folder, f"ranks/{self._rank:05d}.pt", encoded(own), self._rank)
         if self._rank != 0:
             return None, entry
         state = None if optimizer is None else contents.optimizer_state(optimizer)
@@ -220,23 +211,33 @@ class Saving:
             "model": contents.copy_of(dict(dense_tensors(model)), "model"),
             "optimizer": contents.copy_of(state, "optimizer"),
         }
-        return write_file(self._folder, "dense.pt", _encoded(dense), 0), entry
+        return write_file(self._folder, "dense.pt", encoded(dense), 0), entry
 
 
-def _entry(name: str, module: ShardedHashCollection) -> CollectionEntry:
+def require_here(folder: Path, file: FileEntry) -> None:
+    """Raise `ConfigError` unless this rank, too, sees what a rank wrote."""
+    path = folder / file.name
+    if not path.is_file() or path.stat().st_size != file.bytes:
+        raise ConfigError(
+            f"save: rank {file.rank} wrote {file.name}, and rank 0 does not find it in {folder}. Save to a folder that "
+            "all ranks share."
+        )
+
+
+def collection_entry(name: str, module: ShardedHashCollection) -> CollectionEntry:
     """A collection as it is now, without files."""
     log = module.lookup.log
     tables = tuple(table_entry(module, table) for table in module.lookup.tables)
     return CollectionEntry(name=name, ordinal=log.committed_ordinal, batches_committed=log.committed, tables=tables)
 
 
-def _with_files(entry: CollectionEntry, files: dict[tuple[str, str], FileEntry]) -> CollectionEntry:
+def with_files(entry: CollectionEntry, files: dict[tuple[str, str], FileEntry]) -> CollectionEntry:
     """A rank's entry, with what it has written."""
     tables = (dataclasses.replace(table, files=(files[entry.name, table.name],)) for table in entry.tables)
     return dataclasses.replace(entry, tables=tuple(tables))
 
 
-def _merged(entries: tuple[CollectionEntry, ...]) -> CollectionEntry:
+def merged(entries: tuple[CollectionEntry, ...]) -> CollectionEntry:
     """One collection, of the entries that its ranks have: tables that one rank has alone are in its entry only."""
     tables: dict[str, TableEntry] = {}
     for entry in entries:
@@ -261,22 +262,24 @@ def table_entry(module: ShardedHashCollection, table: ShardTable) -> TableEntry:
         seed=config.seed,
         initializer=repr(config.initializer),
         max_rows=config.max_rows,
-        chunk_rows=_chunk_rows(table),
+        chunk_rows=chunk_rows_of(table),
         row_type=table.layout.row_type.name,
     )
 
 
-def _chunk_rows(table: ShardTable) -> int:
+def chunk_rows_of(table: ShardTable) -> int:
+    """Rows of a chunk of a table's files."""
     return max(1, CHUNK_BYTES // (table.layout.record_floats * FLOAT_BYTES))
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
     """A name as that of a folder; different names stay different."""
     safe = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}%" for c in name)
     return safe or "%"
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
+    """Tensors and plain values as a file's contents."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -272,7 +272,14 @@ void bind_reads(nb::class_<ShardGroup>& group) {
           "table"_a, "num_rows"_a, "ids_ptr"_a, "scores_ptr"_a, "records_ptr"_a, WithoutGil(),
           "int64 [n], int64 [n], float32 [n, D(1 + M) + A]")
       .def("clear_rows", &ShardGroup::clear_rows, "table"_a, WithoutGil())
+      .def("track_removals", &ShardGroup::track_removals, "table"_a, "max_ids"_a, WithoutGil(), "Negative: stop.")
+      .def("collect_removed", &ShardGroup::collect_removed, "table"_a, WithoutGil(), "How many removed_ids will write.")
+      .def(
+          "removed_ids",
+          [](ShardGroup& g, size_t table, Address ids) { g.removed_ids(table, at<int64_t>(ids)); }, "table"_a,
+          "ids_ptr"_a, WithoutGil(), "int64 [collect_removed]")
       .def("ordinal", &ShardGroup::ordinal, WithoutGil())
+      .def("final_ordinal", &ShardGroup::final_ordinal, WithoutGil())
       .def("set_ordinal", &ShardGroup::set_ordinal, "ordinal"_a, WithoutGil())
       .def("counters", &counters, "table"_a, "The 17 fields of protocol.Counters.")
       .def("check", &ShardGroup::check, WithoutGil(), "Raise if an internal invariant is broken; for tests.");

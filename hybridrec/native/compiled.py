@@ -183,6 +183,20 @@ class CompiledShardGroup:
         with _errors():
             self._group.clear_rows(table)
 
+    def track_removals(self, table: int, max_ids: int) -> None:
+        with _errors():
+            self._group.track_removals(table, max_ids)
+
+    def removed_ids(self, table: int) -> Int64s:
+        with _errors():
+            ids = np.empty(self._group.collect_removed(table), dtype=np.int64)
+            self._group.removed_ids(table, _address(ids))
+        return ids
+
+    def final_ordinal(self) -> int:
+        with _errors():
+            return int(self._group.final_ordinal())
+
     def ordinal(self) -> int:
         with _errors():
             return int(self._group.ordinal())

@@ -293,6 +293,23 @@ class ShardGroup(Protocol):
     def clear_rows(self, table: int) -> None:
         """Drop all rows of a table, as if it had been made anew, but for its counters. Legal when no batch is open."""
 
+    def track_removals(self, table: int, max_ids: int) -> None:
+        """Keep a log of up to ``max_ids`` ids that leave the table for good, empty now; negative: keep none.
+
+        8 bytes an id, taken from the host budget at once; refused, nothing changed. A log without room is lost, and so
+        is one of a table into which rows are imported or whose rows are dropped, and all if the ordinal is lowered.
+        """
+
+    def removed_ids(self, table: int) -> np.ndarray:
+        """int64, ascending: ids that left since ``track_removals`` or the last call, of those that are not there now.
+
+        Now: as ``export_begin`` has it, and legal when it is, but slots may be dirty; not if the log is lost. Ids that
+        came and went since are told too, and of batches that wait for an older one an id may be told twice.
+        """
+
+    def final_ordinal(self) -> int:
+        """All batches up to this ordinal are committed or undone, so that no row that one trained will change by it."""
+
     def ordinal(self) -> int:
         """The newest ordinal that was given and not given back; 0 before the first plan."""
 

@@ -360,6 +360,37 @@ class ShardGroup:
         """Drop all rows of a table, as if it had been made anew, but for its counters. No batch may be open."""
         self._core.clear_rows(check_table("clear_rows", table, len(self._specs)))
 
+    def track_removals(self, table: int, max_ids: int | None) -> None:
+        """Begin an empty log of the ids that leave a table for good; see `removed_ids`.
+
+        Args:
+            table: Index.
+            max_ids: Room, 8 bytes each of host memory; None: keep no log any more.
+
+        Raises:
+            StateError: The host budget has no room. Nothing changed.
+        """
+        check_table("track_removals", table, len(self._specs))
+        if max_ids is not None and not 0 <= max_ids < 2**32:
+            raise ConfigError(f"track_removals: max_ids={max_ids}. Accepted: 0 to 2^32 - 1, or None.")
+        self._core.track_removals(table, -1 if max_ids is None else max_ids)
+
+    def removed_ids(self, table: int) -> Tensor:
+        """int64 [n], ascending: ids that left the table since `track_removals` or the last call, and are not there now.
+
+        Without the batches in flight. Together with the rows whose score is above the `final_ordinal` of then it is all
+        that changed. Ids that came and went meanwhile are told too.
+
+        Raises:
+            StateError: The log has had no room, rows were imported or dropped, or a batch is planned and not moved.
+        """
+        return torch.from_numpy(self._core.removed_ids(check_table("removed_ids", table, len(self._specs))))
+
+    @property
+    def final_ordinal(self) -> int:
+        """Batches up to this ordinal are committed or undone: what changes from now on has a score above it."""
+        return int(self._core.final_ordinal())
+
     @property
     def ordinal(self) -> int:
         """The newest ordinal that was given and not given back; 0 before the first plan."""

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.native.protocol import Counters, Plan, PlanStatus, ShardSpec
 from hybridrec.native.reference.journal import BatchJournal
-from hybridrec.native.reference.mix64 import mix64
+from hybridrec.native.reference.mix64 import mix64, unmix64
 from hybridrec.native.reference.open_batches import OpenBatches
+from hybridrec.native.reference.removal_log import RemovalLog
 from hybridrec.native.reference.row_snapshot import RowSnapshot, SnapshotRow, committed_scores, ids_of
 from hybridrec.native.reference.table_shard import Decision, Records, Refusal, SlotMemory, TableShard
 
@@ -408,6 +409,42 @@ class ShardGroup:
             self._tables[table] = self._tables[table].without_rows()
             self._dirty_version += 1
 
+    def track_removals(self, table: int, max_ids: int) -> None:
+        with self._lock:
+            shard = self._tables[table]
+            log = None if max_ids < 0 else RemovalLog(max_ids)
+            old = 0 if shard.removals is None else shard.removals.host_bytes
+            needed = self._host_bytes() - old + (0 if log is None else log.host_bytes)
+            if log is not None and log.host_bytes > old and self._budget and needed > self._budget:
+                raise StateError(
+                    f"track_removals: table {shard.spec.name!r} needs {needed:,} bytes of host memory in all, the "
+                    f"budget is {self._budget:,}. Nothing changed."
+                )
+            shard.removals = log
+
+    def removed_ids(self, table: int) -> Int64s:
+        with self._lock:
+            shard = self._tables[table]
+            self._open.require_all_moved("removed_ids")
+            if shard.removals is None or not shard.removals.is_whole:
+                raise StateError(
+                    f"removed_ids: table {shard.spec.name!r} does not know which ids it lost: track_removals() was not "
+                    "called, more ids left than it was given room for, or rows were imported or dropped since. Nothing "
+                    "changed."
+                )
+            not_final = [shard.ids.key_of_row[row] for batch in self._open for row in batch.tables[table].evicted]
+            keys = {*shard.removals.keys, *not_final}
+            there = committed_scores(shard.ids, list(self._open), table, shard.spec.max_rows)
+            keys -= {shard.ids.key_of_row[row] for row in there}
+            shard.removals.keys.clear()
+            ids = np.empty(len(keys), dtype=np.int64)
+            unmix64(np.array(list(keys), dtype=np.int64), ids)
+            return np.sort(ids)
+
+    def final_ordinal(self) -> int:
+        with self._lock:
+            return next((batch.ordinal - 1 for batch in self._open), self._last_ordinal)
+
     def ordinal(self) -> int:
         with self._lock:
             return self._last_ordinal
@@ -422,6 +459,9 @@ class ShardGroup:
                     f"set_ordinal: {ordinal} is below the newest ordinal, {self._last_ordinal}, that rows may bear. "
                     "Call clear_rows() for all tables. Nothing changed."
                 )
+            if ordinal < self._last_ordinal:
+                for shard in self._tables:
+                    shard.removals = None  # scores to come may be those of before
             self._last_ordinal = ordinal
             self._num_plans = max(self._num_plans, ordinal)
 

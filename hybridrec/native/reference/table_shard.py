@@ -19,6 +19,7 @@ from hybridrec.native.reference.id_map import IdMap
 from hybridrec.native.reference.initial_rows import initial_rows
 from hybridrec.native.reference.journal import Move, TableJournal
 from hybridrec.native.reference.mix64 import MASK
+from hybridrec.native.reference.removal_log import RemovalLog
 from hybridrec.native.reference.row_store import RowStore
 from hybridrec.native.reference.slot_index import SlotIndex
 
@@ -113,6 +114,8 @@ class TableShard:
         self.store = RowStore(self.record_floats)
         self.memory: SlotMemory | None = None
         self.counters = TableCounters()
+        self.removals: RemovalLog | None = None
+        """None: not kept, or lost."""
         self.kept: set[int] = set()
         """Rows that the next plan does not evict: batches aside have no pins that would keep them."""
 
@@ -333,6 +336,8 @@ class TableShard:
     def finalize(self, journal: TableJournal) -> None:
         """No undo can bring the evicted rows back any more."""
         for row in journal.evicted:
+            if self.removals is not None:
+                self.removals.add(self.ids.key_of_row[row])
             slot = self.slots.slot_of(row)
             if slot >= 0:
                 self.slots.free(slot)
@@ -418,6 +423,7 @@ class TableShard:
 
     def import_rows(self, keys: list[int], scores: list[int], records: Records) -> None:
         """Insert or replace rows; their values go to the store, what a slot holds of them is forgotten."""
+        self.removals = None  # these rows change without a batch that trains them
         for key, score, record in zip(keys, scores, records, strict=True):
             row = self.ids.find(key)
             if row is None:
@@ -462,4 +468,5 @@ class TableShard:
     @property
     def host_bytes(self) -> int:
         """Host memory that this shard accounts for."""
-        return self.ids.num_numbers * ROW_INDEX_BYTES + self.slots.num_slots * SLOT_INDEX_BYTES + self.store.host_bytes
+        index = self.ids.num_numbers * ROW_INDEX_BYTES + self.slots.num_slots * SLOT_INDEX_BYTES
+        return index + self.store.host_bytes + (0 if self.removals is None else self.removals.host_bytes)

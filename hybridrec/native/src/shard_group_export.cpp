@@ -15,14 +15,7 @@ void ShardGroup::require_no_batches(const char* call) const {
   }
 }
 
-std::pair<uint64_t, size_t> ShardGroup::export_begin(size_t table, uint64_t above_score) {
-  std::lock_guard lock(mutex_);
-  TableShard& shard = table_at(table);
-  require_all_moved("export_begin");
-  if (shard.num_dirty() != 0) {
-    throw StateError("export_begin: rows of table '" + shard.spec().name +
-                     "' are newer in their slots than in the store. Call flush().");
-  }
+std::vector<InFlightJournal> ShardGroup::in_flight_journals(size_t table) const {
   std::vector<InFlightJournal> in_flight;
   bool is_before_committed = false;
   for (size_t b = batches_.size(); b-- > 0;) {
@@ -33,6 +26,18 @@ std::pair<uint64_t, size_t> ShardGroup::export_begin(size_t table, uint64_t abov
       in_flight.push_back({&batch.tables[table], batch.ordinal, is_before_committed});
     }
   }
+  return in_flight;
+}
+
+std::pair<uint64_t, size_t> ShardGroup::export_begin(size_t table, uint64_t above_score) {
+  std::lock_guard lock(mutex_);
+  TableShard& shard = table_at(table);
+  require_all_moved("export_begin");
+  if (shard.num_dirty() != 0) {
+    throw StateError("export_begin: rows of table '" + shard.spec().name +
+                     "' are newer in their slots than in the store. Call flush().");
+  }
+  const std::vector<InFlightJournal> in_flight = in_flight_journals(table);
   std::unique_ptr<RowSnapshot> snapshot;
   try {
     snapshot = shard.begin_snapshot(in_flight, static_cast<uint32_t>(above_score));
@@ -111,6 +116,46 @@ void ShardGroup::clear_rows(size_t table) {
   ++dirty_version_;
 }
 
+void ShardGroup::track_removals(size_t table, int64_t max_ids) {
+  std::lock_guard lock(mutex_);
+  TableShard& shard = table_at(table);
+  removed_.erase(table);
+  if (max_ids < 0) {
+    shard.stop_tracking();
+  } else if (!shard.track_removals(static_cast<size_t>(max_ids))) {
+    throw StateError("track_removals: table '" + shard.spec().name + "' needs " +
+                     std::to_string(budget_.last_refused()) + " bytes of host memory in all, the budget is " +
+                     std::to_string(budget_.limit()) + ".");
+  }
+}
+
+size_t ShardGroup::collect_removed(size_t table) {
+  std::lock_guard lock(mutex_);
+  TableShard& shard = table_at(table);
+  require_all_moved("removed_ids");
+  if (!shard.is_tracking()) {
+    throw StateError("removed_ids: table '" + shard.spec().name +
+                     "' does not know which ids it lost: track_removals() was not called, more ids left than it was "
+                     "given room for, or rows were imported or dropped since.");
+  }
+  std::vector<const TableJournal*> open;
+  for (const auto& batch : batches_) open.push_back(&batch->tables[table]);
+  removed_[table] = shard.take_removed(open, in_flight_journals(table));
+  return removed_[table].size();
+}
+
+void ShardGroup::removed_ids(size_t table, int64_t* ids) {
+  std::lock_guard lock(mutex_);
+  const std::vector<int64_t> removed = std::move(removed_[table]);
+  removed_.erase(table);
+  std::copy(removed.begin(), removed.end(), ids);
+}
+
+uint64_t ShardGroup::final_ordinal() {
+  std::lock_guard lock(mutex_);
+  return batches_.empty() ? next_ordinal_ - 1 : batches_.front()->ordinal - uint64_t{1};
+}
+
 uint64_t ShardGroup::ordinal() {
   std::lock_guard lock(mutex_);
   return next_ordinal_ - 1;
@@ -128,6 +173,9 @@ void ShardGroup::set_ordinal(uint64_t ordinal) {
     }
   }
   if (ordinal >= kInsertedBeyondPlan - 2) throw std::invalid_argument("set_ordinal: ordinals end at 2^32 - 3.");
+  if (ordinal + 1 < next_ordinal_) {
+    for (const auto& table : tables_) table->stop_tracking();  // scores to come may be those of before
+  }
   next_ordinal_ = ordinal + 1;
   num_plans_ = std::max(num_plans_, ordinal);
 }

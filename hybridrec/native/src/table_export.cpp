@@ -14,6 +14,7 @@ namespace {
 constexpr size_t kRowsAhead = 8;
 
 int64_t id_of(int64_t key) { return static_cast<int64_t>(unmix64(static_cast<uint64_t>(key))); }
+int64_t key_of(int64_t id) { return static_cast<int64_t>(mix64(static_cast<uint64_t>(id))); }
 
 }  // namespace
 
@@ -99,6 +100,7 @@ Refusal TableShard::import_rows(const int64_t* ids, const int64_t* scores, const
   std::vector<uint32_t> rows;
   const Refusal refusal = make_rows(ids, num_rows, rows);
   if (refusal.status != PlanStatus::kOk) return refusal;
+  stop_tracking();  // these rows change without a batch that trains them
   for (size_t i = 0; i < num_rows; ++i, records += record_floats()) {
     const uint32_t row = rows[i];
     if (slot_of_row_[row] != kNoSlot) {  // what the slot holds is not the row's value any more
@@ -110,6 +112,41 @@ Refusal TableShard::import_rows(const int64_t* ids, const int64_t* scores, const
   }
   stream_fence();
   return refusal;
+}
+
+bool TableShard::track_removals(size_t max_keys) {
+  const uint64_t bytes = RemovalLog::bytes_of(max_keys), old_bytes = removals_.bytes();
+  if (bytes > old_bytes && !budget_.try_take(bytes - old_bytes)) return false;
+  if (bytes < old_bytes) budget_.give_back(old_bytes - bytes);
+  removals_.open(max_keys);
+  return true;
+}
+
+void TableShard::stop_tracking() {
+  budget_.give_back(removals_.bytes());
+  removals_.lose();
+}
+
+std::vector<int64_t> TableShard::take_removed(std::span<const TableJournal* const> open,
+                                              std::span<const InFlightJournal> newest_first) {
+  std::vector<int64_t> removed = removals_.keys();
+  for (const TableJournal* journal : open) {
+    for (const EvictedRow& row : journal->evicted) removed.push_back(row.key);
+  }
+  removals_.clear();
+  if (removed.empty()) return removed;
+  for (int64_t& key : removed) key = id_of(key);
+  std::sort(removed.begin(), removed.end());
+  removed.erase(std::unique(removed.begin(), removed.end()), removed.end());
+  if (newest_first.empty()) {
+    std::erase_if(removed, [&](int64_t id) { return ids_.find(key_of(id)) != nullptr; });
+    return removed;
+  }
+  const std::vector<SnapshotRow> rows = committed_rows(newest_first);
+  std::erase_if(removed, [&](int64_t id) {
+    return std::ranges::binary_search(rows, id, {}, [](const SnapshotRow& row) { return row.id; });
+  });
+  return removed;
 }
 
 void TableShard::take_over(const TableShard& old) {

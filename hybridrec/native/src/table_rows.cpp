@@ -301,7 +301,7 @@ Counters TableShard::counters() const {
   counters.rows = ids_.size();
   counters.resident = slots_.num_in_use();
   counters.pins = slots_.num_pins();
-  counters.host_bytes = ids_.bytes() + row_number_bytes_ + slots_.bytes() + store_.bytes();
+  counters.host_bytes = ids_.bytes() + row_number_bytes_ + slots_.bytes() + store_.bytes() + removals_.bytes();
   return counters;
 }
 

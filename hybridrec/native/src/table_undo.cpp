@@ -145,6 +145,7 @@ void TableShard::commit(const TableJournal& journal) {
 
 void TableShard::finalize(const TableJournal& journal) {
   for (const EvictedRow& evicted : journal.evicted) {
+    removals_.add(evicted.key);
     const uint32_t slot = slot_of_row_[evicted.row];
     if (slot != kNoSlot) slots_.release(slot);
     free_row_number(evicted.row);

@@ -86,7 +86,12 @@ class ShardGroup {
   void export_end(uint64_t handle);
   void import_rows(size_t table, size_t num_rows, const int64_t* ids, const int64_t* scores, const float* records);
   void clear_rows(size_t table);
+  // Negative: stop. collect_removed() tells how many ids removed_ids() will write.
+  void track_removals(size_t table, int64_t max_ids);
+  size_t collect_removed(size_t table);
+  void removed_ids(size_t table, int64_t* ids);
   uint64_t ordinal();
+  uint64_t final_ordinal();
   void set_ordinal(uint64_t ordinal);
   Counters counters(size_t table);
   // Throws std::logic_error if an invariant is broken; for tests.
@@ -121,6 +126,7 @@ class ShardGroup {
   void require_room_for_flush(const char* call) const;
   void require_no_batches(const char* call) const;
   Export& export_at(uint64_t handle);
+  std::vector<InFlightJournal> in_flight_journals(size_t table) const;
   void finalize_front();
   const std::vector<std::vector<int64_t>>& read_at(uint64_t handle) const;
   std::vector<uint64_t> staging_offsets(const Batch& batch, bool of_victims) const;
@@ -141,6 +147,7 @@ class ShardGroup {
   uint64_t next_read_ = 1;
   std::map<uint64_t, Export> exports_;  // by handle
   uint64_t next_export_ = 1;
+  std::map<size_t, std::vector<int64_t>> removed_;  // by table: collected, not yet read
   UniqueKeys unique_keys_;
   ThreadPool threads_;
 };

@@ -22,6 +22,7 @@
 #include "hybridrec/initial_rows.h"
 #include "hybridrec/journal.h"
 #include "hybridrec/memory.h"
+#include "hybridrec/removal_log.h"
 #include "hybridrec/row_snapshot.h"
 #include "hybridrec/row_store.h"
 #include "hybridrec/slot_index.h"
@@ -94,7 +95,7 @@ class TableShard {
   TableShard(ShardSpec spec, Budget& budget);
   TableShard(const TableShard&) = delete;  // its memory is accounted once
   TableShard& operator=(const TableShard&) = delete;
-  ~TableShard() { budget_.give_back(row_number_bytes_); }
+  ~TableShard() { budget_.give_back(row_number_bytes_ + removals_.bytes()); }
 
   const ShardSpec& spec() const { return spec_; }
   uint64_t record_floats() const {
@@ -168,6 +169,15 @@ class TableShard {
   void read_snapshot(RowSnapshot& snapshot, size_t num_rows, int64_t* ids, int64_t* scores, float* records) const;
   // Inserts or replaces rows, whose records go to the store; no batch is in flight. Refused, nothing changed.
   Refusal import_rows(const int64_t* ids, const int64_t* scores, const float* records, size_t num_rows);
+  // From now on keep the keys that leave for good, up to `max_keys` of them. False: the budget refused,
+  // and nothing changed.
+  bool track_removals(size_t max_keys);
+  void stop_tracking();
+  bool is_tracking() const { return removals_.is_whole(); }
+  // Ids that left since, and are not there if all batches in flight are undone, newest first; ascending. `open`: journals
+  // of all batches that are not final. Empties the log.
+  std::vector<int64_t> take_removed(std::span<const TableJournal* const> open,
+                                    std::span<const InFlightJournal> newest_first);
   // For a new shard that takes the place of another: its slots' memory and counters.
   void take_over(const TableShard& old);
 
@@ -234,6 +244,7 @@ class TableShard {
   std::vector<uint32_t> new_chunks_;  // of the current plan
   std::vector<const TableJournal*> kept_;
   std::vector<RowSnapshot*> snapshots_;  // being read
+  RemovalLog removals_;
   Counters counters_;
 };
 

@@ -1,0 +1,144 @@
+"""A snapshot's deltas: what the manifest of one says, where they are, and that each follows the one before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrec.checkpoint.files import remove_folder, replace_file, sync_folder, write_file
+from hybridrec.checkpoint.manifest import (
+    MANIFEST,
+    CollectionEntry,
+    FileEntry,
+    collection_of,
+    digest_of,
+    read_json,
+)
+from hybridrec.errors import StateError
+
+DELTA_FORMAT = 1
+DELTAS = "deltas"
+"""Folder in a snapshot."""
+_NEWEST = "newest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemovedEntry:
+    """Ids that left one table on one rank."""
+
+    collection: str
+    table: str
+    file: FileEntry
+    """int64 [``file.rows``], little-endian, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaManifest:
+    """One delta: rows trained and ids removed since the snapshot, or since the delta before."""
+
+    number: int
+    """From 1."""
+    previous: str
+    """Digest of the manifest before: of delta ``number - 1``, or of the snapshot."""
+    step: int
+    collections: tuple[CollectionEntry, ...]
+    """Files of their tables: rows to put in, or in the place of others, after ids were removed."""
+    removed: tuple[RemovedEntry, ...]
+    dense: FileEntry
+    """Parameters and buffers that are not hashed tables, without optimizer state."""
+
+    def files(self) -> tuple[FileEntry, ...]:
+        """All but the manifest itself."""
+        shards = [file for c in self.collections for table in c.tables for file in table.files]
+        return (self.dense, *shards, *(entry.file for entry in self.removed))
+
+    def encode(self) -> bytes:
+        """What its file holds."""
+        content = {"format": DELTA_FORMAT, **dataclasses.asdict(self)}
+        content["sha256"] = digest_of(content)
+        return json.dumps(content, indent=1, sort_keys=True).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the manifest says, and so of the whole chain up to here."""
+        return digest_of({"format": DELTA_FORMAT, **dataclasses.asdict(self)})
+
+
+def delta_folder(snapshot: Path, number: int) -> Path:
+    """Where a delta is."""
+    return snapshot / DELTAS / f"{number:08d}"
+
+
+def begin_delta(snapshot: Path, number: int) -> Path:
+    """The folder in which a delta is written. On one rank."""
+    folder = unfinished_delta(snapshot, number)
+    remove_folder(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def unfinished_delta(snapshot: Path, number: int) -> Path:
+    """Where a delta is while it is written."""
+    return snapshot / DELTAS / f".unfinished_{number:08d}"
+
+
+def publish_delta(snapshot: Path, manifest: DeltaManifest) -> Path:
+    """Make a written delta visible, and the newest. On one rank."""
+    folder, target = unfinished_delta(snapshot, manifest.number), delta_folder(snapshot, manifest.number)
+    write_file(folder, MANIFEST, manifest.encode(), 0)
+    sync_folder(folder)
+    remove_folder(target)  # of an attempt that failed after its rename
+    folder.rename(target)
+    replace_file(snapshot / DELTAS / _NEWEST, f"{manifest.number} {manifest.digest}\n".encode())
+    return target
+
+
+def newest_delta(snapshot: Path) -> tuple[int, str]:
+    """(number, digest) of the last delta of a chain; (0, "") without deltas.
+
+    Raises:
+        StateError: The file that names it is damaged.
+    """
+    path = snapshot / DELTAS / _NEWEST
+    try:
+        number, digest = path.read_text().split()
+        return int(number), digest
+    except FileNotFoundError:
+        return 0, ""
+    except (OSError, ValueError) as e:
+        raise StateError(f"{path} is damaged: it names no delta. Load the snapshot, or an older one.") from e
+
+
+def read_delta(snapshot: Path, number: int, previous: str) -> DeltaManifest:
+    """The manifest of a delta.
+
+    Args:
+        snapshot: Whose chain it is.
+        number: Of the delta.
+        previous: Digest of the manifest that it must follow.
+
+    Raises:
+        StateError: It is missing, damaged, or another one is in its place; names the number.
+    """
+    folder = delta_folder(snapshot, number)
+    if not (folder / MANIFEST).is_file():
+        raise StateError(f"delta {number} of {snapshot} is missing: later ones cannot be applied. {_REMEDY}")
+    content = read_json(folder / MANIFEST, DELTA_FORMAT)
+    manifest = _delta(content)
+    if manifest.number != number:
+        raise StateError(f"delta {number} of {snapshot}: delta {manifest.number} is in its place. {_REMEDY}")
+    if manifest.previous != previous:
+        raise StateError(f"delta {number} of {snapshot} does not follow what is before it. {_REMEDY}")
+    return manifest
+
+
+_REMEDY = "Follow a newer snapshot."
+
+
+def _delta(content: dict[str, Any]) -> DeltaManifest:
+    collections = tuple(collection_of(c) for c in content.pop("collections"))
+    removed = tuple(RemovedEntry(file=FileEntry(**r.pop("file")), **r) for r in content.pop("removed"))
+    return DeltaManifest(collections=collections, removed=removed, dense=FileEntry(**content.pop("dense")), **content)
