@@ -27,7 +27,7 @@ def save_small_chunks(scenario: Scenario, path: Path) -> Records:
     for _ in range(scenario.steps):
         pipeline.progress(batches)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module, "_chunk_rows", lambda table: 3)
+        patch.setattr(save_module, "chunk_rows_of", lambda table: 3)
         checkpoint.save(path, dmp, pipeline=pipeline)
     return records_of(dmp)
 
