@@ -63,16 +63,24 @@ def place(table: TableConfig, compute_kernel: str, load_factor: float | None, wo
     return placed
 
 
-def size_shard(table: TableConfig, compute_kernel: str, load_factor: float | None, world_size: int) -> ShardPlacement:
-    """As `place`, also if there are more slots than can be numbered: what a planner compares before it decides."""
+def placement_of(table: str, compute_kernel: str, whose: str) -> Placement:
+    """
+    Raises:
+        ConfigError: The compute kernel is none of ours.
+    """
     try:
-        placement = Placement(compute_kernel)
+        return Placement(compute_kernel)
     except ValueError:
         allowed = ", ".join(repr(p.value) for p in Placement)
         raise ConfigError(
-            f"table {table.name!r}: compute kernel {compute_kernel!r} of the plan does not exist for hashed tables. "
-            f"Use one of {allowed} in ParameterConstraints(compute_kernels=[...])."
+            f"table {table!r}: compute kernel {compute_kernel!r} {whose} does not exist for hashed tables, whose rows "
+            f"are stepped inside the backward. Use one of {allowed} in ParameterConstraints(compute_kernels=[...])."
         ) from None
+
+
+def size_shard(table: TableConfig, compute_kernel: str, load_factor: float | None, world_size: int) -> ShardPlacement:
+    """As `place`, also if there are more slots than can be numbered: what a planner compares before it decides."""
+    placement = placement_of(table.name, compute_kernel, "of the plan")
     rows = shard_rows(table.planned_rows, world_size)
     if table.max_rows is not None:
         rows = min(rows, shard_quota(table.max_rows, world_size))

@@ -21,7 +21,7 @@ from torchrec.distributed.types import CacheParams
 
 from hybridrec._compat.planner import PLANNING_ATTRIBUTE, TIERS_ATTRIBUTE, PlanCapacityError, option_batch_rows
 from hybridrec.backend import HOST
-from hybridrec.distributed.placement import MAX_SLOTS, Placement
+from hybridrec.distributed.placement import MAX_SLOTS, Placement, placement_of
 from hybridrec.distributed.planner_demand import TableDemand, TierBytes, load_factor_of, slot_index_bytes
 from hybridrec.distributed.planner_refusal import Need, Room, describe_refusal
 from hybridrec.distributed.routing import COLUMN_WISE, ROW_WISE, SHARDING_TYPES, check_sharding_type, no_columns
@@ -61,7 +61,7 @@ class PlanningSession:
     def check(self, module: nn.Module, sharders: Sequence[Any]) -> None:
         """
         Raises:
-            ConfigError: A constraint leaves a hashed table no sharding type.
+            ConfigError: A constraint leaves a hashed table no sharding type, or no compute kernel.
         """
         types = tuple(sharder.module_type for sharder in sharders if hasattr(sharder, PLANNING_ATTRIBUTE))
         collections: list[Any] = [m for m in module.modules() if type(m) in types]
@@ -70,6 +70,9 @@ class PlanningSession:
             named = (constraint and constraint.sharding_types) or []
             if named and not set(named) & set(SHARDING_TYPES):
                 check_sharding_type(table.name, named[0], "its constraint asks for")
+            kernels = (constraint and constraint.compute_kernels) or []
+            if kernels and not set(kernels) & {placement.value for placement in Placement}:
+                placement_of(table.name, kernels[0], "of its constraint")
 
     def to_estimate(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """All options of other tables, and each hashed table's first choice: TorchRec's estimates take their time."""

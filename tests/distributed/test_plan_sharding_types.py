@@ -39,6 +39,7 @@ def plan_of(
     world_size: int | None = None,
     is_sequence: bool = False,
     sharding_type: str | None = None,
+    compute_kernels: list[str] | None = None,
 ) -> tuple[ShardingPlan, Any, Any]:
     world_size = world_size or dist.get_world_size()
     config_class = HashEmbeddingConfig if is_sequence else HashEmbeddingBagConfig
@@ -62,7 +63,9 @@ def plan_of(
             world_size=world_size, local_world_size=world_size, compute_device=device, hbm_cap=hbm, ddr_cap=16 * GIB
         ),
         constraints={
-            name: ParameterConstraints(sharding_types=allowed, min_partition=min_partition)
+            name: ParameterConstraints(
+                sharding_types=allowed, compute_kernels=compute_kernels, min_partition=min_partition
+            )
             for name, allowed in types.items()
             if allowed is not None
         },
@@ -123,6 +126,13 @@ def test_other_types_are_refused_by_name(pool_1: RankPool, sharding_type: str) -
     ((name, text),) = pool_1.run(refused, {"t": [sharding_type]})
     assert name == ConfigError.__name__
     assert "table 't'" in text and repr(sharding_type) in text and "'row_wise'" in text
+
+
+@pytest.mark.parametrize("kernel", ["dense", "key_value", "quant"])
+def test_other_kernels_are_refused_by_name(pool_1: RankPool, kernel: str) -> None:
+    ((name, text),) = pool_1.run(refused, {"t": ["row_wise"]}, compute_kernels=[kernel])
+    assert name == ConfigError.__name__
+    assert "table 't'" in text and repr(kernel) in text and "'fused_uvm_caching'" in text
 
 
 def test_a_sharder_of_sequences_chooses_column_wise(pool_2: RankPool) -> None:
