@@ -87,7 +87,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, StopIteration):  # which all ranks see at the end of their data
             self._saving = None  # the other ranks may not come
         self.close()
 

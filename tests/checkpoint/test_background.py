@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,27 @@ def test_it_is_the_state_of_its_step_and_training_goes_on(pools: RankPools, tmp_
         assert one["seen"][7] == ""  # batches went by before the first one was visible
         assert "step_000000000008" in one["seen"][8:16]
     assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000024"
+
+
+def end_beside_a_snapshot(scenario: Scenario, path: Path) -> None:
+    slow = Slow()
+    dmp, pipeline = build(scenario)
+    batches = iter(mine(scenario, all_batches(scenario))[:8])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.suppress(StopIteration),
+        checkpoint.Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=8, in_background=True) as checkpointer,
+    ):
+        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        while True:
+            pipeline.progress(batches)
+            checkpointer.after_batch()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_end_of_the_data_finishes_what_is_being_written(pools: RankPools, tmp_path: Path, world_size: int) -> None:
+    pools[world_size].run(end_beside_a_snapshot, SCENARIO, tmp_path)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000008"
 
 
 def read_what_is_there_now(scenario: Scenario, path: Path) -> None:
