@@ -50,7 +50,6 @@ def run_half(run: Scenario, is_all_inside: bool) -> None:
 
     with (
         mock.patch.object(scenario, "make_dense", half),
-        mock.patch.object(pipelines, "make_dense", half),
         mock.patch.object(pipelines.HybridTrainPipelineSparseDist, "progress", inside),
     ):
         run_pipeline_against_oracle(run, 3, check_every=5)

@@ -164,8 +164,6 @@ def config_error(kind: str) -> str:
         optimizer = None
     if optimizer is not None:
         apply_optimizer_in_backward(optimizer[0], parameters, optimizer[1])
-    if kind == "frozen":
-        parameters[0].requires_grad_(False)
     if kind == "twice":
         apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.05})
     env = ShardingEnv(world_size=1, rank=0, pg=dist.new_group(backend="gloo"))
@@ -183,7 +181,6 @@ def config_error(kind: str) -> str:
     [
         ("momentum", "momentum"),
         ("no optimizer", "has no optimizer"),
-        ("frozen", "requires_grad=False"),
         ("twice", "2 times"),
         ("budget", "host_memory_bytes=0"),
     ],
