@@ -38,7 +38,7 @@ test: env  ## run the test suite, without the slow tests
 slow: env  ## run the slow tests: packaging, larger worlds, sanitizers
 	@$(PY) -m pytest -m slow $(ARGS)
 
-npu-stack:  ## run the suite on the NPU stack's versions, in .venv-npu-stack (7 GB, half an hour)
+npu-stack:  ## run the suite on the NPU stack's versions, in .venv-npu-stack (7 GB, an hour)
 	@$(PYTHON) tools/setup_env.py --stack npu-stack
 	@.venv-npu-stack/bin/python -m pytest -m "not slow" $(ARGS)
 
