@@ -43,7 +43,7 @@ from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.routing import Routing, TablePart
 from hybridrec.distributed.rows_state_dict import is_of_rows, put_rows, take_rows
 from hybridrec.distributed.slot_parameter import slot_parameter
-from hybridrec.distributed.verdict import Withdrawn, agree
+from hybridrec.distributed.verdict import MODES, Withdrawn, agree
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.metrics import TableStats, sum_stats
@@ -275,7 +275,7 @@ class ShardedHashCollection(
         """What the ranks compare: 0 reads, else it trains, and says which of the tables."""
         if not ctx.is_training:
             return 0
-        return 1 + zlib.crc32(bytes(self.frozen_tables)) % 255
+        return 1 + zlib.crc32(bytes(self.frozen_tables)) % (MODES - 1)
 
     def compute(self, ctx: HashBatchContext, dist_input: Any) -> list[Tensor]:
         """MAP and SWAP unless they happened, then COMPUTE: what the lookup gives for all ranks' batches."""

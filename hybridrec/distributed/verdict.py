@@ -24,7 +24,9 @@ _CLASSES: tuple[type[HybridRecError], ...] = (
     IdError,
     StateError,
 )
-_ANSWER, _CLASS, _TRAINING, _HAS_ENDED, _LENGTH, _HEADER_BYTES = 0, 1, 2, 3, 4, 6
+_ANSWER, _CLASS, _HAS_ENDED, _LENGTH, _HEADER_BYTES = 0, 1, 2, 7, 9
+_MODE = slice(3, 7)
+MODES = 2**32
 _FITS, _REFUSED, _WITHDRAWN, _STOPPED = range(4)
 
 
@@ -54,8 +56,8 @@ def agree(
     Args:
         error: What this rank has against the batch, or None.
         host_group: gloo group of all ranks; None for a single rank.
-        mode: 0: this rank's batch reads; 1 to 255: it trains, and which tables. Ranks that differ would wait for each
-            other in the backward.
+        mode: 0: this rank's batch reads; 1 to `MODES` - 1: it trains, and which tables. Ranks that differ would wait
+            for each other in the backward.
         has_ended: Whether this rank has no batch of its own any more, and gives an empty one.
         aftermath: What is true on all ranks when one refused, for the message.
 
@@ -67,7 +69,8 @@ def agree(
     if host_group is None or host_group.size() == 1:
         return error
     mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-    mine[_TRAINING], mine[_HAS_ENDED] = mode, int(has_ended or isinstance(error, DataEnded))
+    mine[_MODE] = torch.frombuffer(bytearray(mode.to_bytes(4, "little")), dtype=torch.uint8)
+    mine[_HAS_ENDED] = int(has_ended or isinstance(error, DataEnded))
     if isinstance(error, DataEnded):
         mine[_ANSWER] = _STOPPED
     elif isinstance(error, Withdrawn):
@@ -94,7 +97,7 @@ def agree(
         return Withdrawn()
     refusing = answers.nonzero().flatten().tolist()
     if not refusing:
-        training = everyone[:, _TRAINING].tolist()
+        training = [int.from_bytes(bytes(mode), "little") for mode in everyone[:, _MODE].tolist()]
         if len(set(training)) == 1:
             return None
         trains = "trains" if len({t for t in training if t}) < 2 else "trains some tables"
