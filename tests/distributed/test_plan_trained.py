@@ -40,7 +40,7 @@ def train(dmp: DistributedModelParallel, ids: torch.Tensor) -> None:
     keys = [name for table in ebc.table_configs for name in table.feature_names]
     values = ids.repeat(len(keys))
     kjt = KeyedJaggedTensor(keys, values, lengths=torch.ones_like(values, dtype=torch.int32))
-    output = dmp(kjt)
+    output = dmp(kjt).wait()
     rows = output.values() if isinstance(output, KeyedTensor) else output[keys[0]].values()
     rows.sum().backward()
 
