@@ -230,8 +230,8 @@ def columns_swapped() -> Iterator[None]:
     """Column shards of a table come out in the other order."""
     real = OutputColumns.__init__
 
-    def reversed_columns(self: OutputColumns, tables: Any, fed: Any, device: Any) -> None:
-        real(self, tables, [dataclasses.replace(p, first_column=-p.first_column) for p in fed], device)
+    def reversed_columns(self: OutputColumns, tables: Any, fed: Any, *more: Any) -> None:
+        real(self, tables, [dataclasses.replace(p, first_column=-p.first_column) for p in fed], *more)
 
     with mock.patch.object(OutputColumns, "__init__", reversed_columns):
         yield
