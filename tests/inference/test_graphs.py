@@ -138,6 +138,7 @@ def test_a_cpp_program_serves_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, of its own calls
 def test_an_ahead_of_time_compiled_model_serves_the_same_bits(tmp_path: Path) -> None:
     """Not for batches without bags: what AOTInductor of torch 2.13 compiles ends the process there."""
     tables = freeze(pooled(), dtype="int8").tables
