@@ -368,7 +368,7 @@ class ShardGroup:
             max_ids: Room, 8 bytes each of host memory; None: keep no log any more.
 
         Raises:
-            StateError: The host budget has no room. Nothing changed.
+            StateError: The host budget, or the system, has no room. Nothing changed.
         """
         check_table("track_removals", table, len(self._specs))
         if max_ids is not None and not 0 <= max_ids < 2**32:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +131,24 @@ def test_the_log_is_memory_of_the_host_budget(core: Any) -> None:
         group.removed_ids(0)
     with pytest.raises(ConfigError, match="track_removals: max_ids=-1"):
         group.track_removals(0, -1)
+
+
+def test_memory_that_the_system_refuses_is_given_back_to_the_budget() -> None:
+    group = ShardGroup(make_specs(), core="compiled", host_budget_bytes=2**33 + 2**30)
+    group.track_removals(0, 1000)
+    before, (soft, hard) = group.counters(0).host_bytes, resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30, hard))
+        with pytest.raises(
+            StateError, match="track_removals: table 'uniform' needs 8589934592 bytes for 1073741824 ids"
+        ):
+            group.track_removals(0, 2**30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert group.counters(0).host_bytes == before  # and the log of before is as it was
+    assert group.removed_ids(0).tolist() == []
+    group.track_removals(1, 2**28)  # 2 GiB, for which the budget has room
 
 
 def _mark_at_the_newest(patch: pytest.MonkeyPatch) -> None:

@@ -119,14 +119,19 @@ void ShardGroup::clear_rows(size_t table) {
 void ShardGroup::track_removals(size_t table, int64_t max_ids) {
   std::lock_guard lock(mutex_);
   TableShard& shard = table_at(table);
-  removed_.erase(table);
   if (max_ids < 0) {
     shard.stop_tracking();
-  } else if (!shard.track_removals(static_cast<size_t>(max_ids))) {
-    throw StateError("track_removals: table '" + shard.spec().name + "' needs " +
-                     std::to_string(budget_.last_refused()) + " bytes of host memory in all, the budget is " +
-                     std::to_string(budget_.limit()) + ".");
+    return;
   }
+  try {
+    if (shard.track_removals(static_cast<size_t>(max_ids))) return;
+  } catch (const std::bad_alloc&) {
+    throw StateError("track_removals: table '" + shard.spec().name + "' needs " + std::to_string(max_ids * 8) +
+                     " bytes for " + std::to_string(max_ids) + " ids, which the system does not have.");
+  }
+  throw StateError("track_removals: table '" + shard.spec().name + "' needs " +
+                   std::to_string(budget_.last_refused()) + " bytes of host memory in all, the budget is " +
+                   std::to_string(budget_.limit()) + ".");
 }
 
 size_t ShardGroup::collect_removed(size_t table) {

@@ -1,6 +1,7 @@
 // TableShard: rows that leave for a snapshot and rows that come from one.
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -117,8 +118,13 @@ Refusal TableShard::import_rows(const int64_t* ids, const int64_t* scores, const
 bool TableShard::track_removals(size_t max_keys) {
   const uint64_t bytes = RemovalLog::bytes_of(max_keys), old_bytes = removals_.bytes();
   if (bytes > old_bytes && !budget_.try_take(bytes - old_bytes)) return false;
+  try {
+    removals_.open(max_keys);
+  } catch (const std::bad_alloc&) {  // refused by the system rather than by the budget
+    if (bytes > old_bytes) budget_.give_back(bytes - old_bytes);
+    throw;
+  }
   if (bytes < old_bytes) budget_.give_back(old_bytes - bytes);
-  removals_.open(max_keys);
   return true;
 }
 

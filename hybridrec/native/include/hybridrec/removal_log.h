@@ -12,9 +12,11 @@ class RemovalLog {
  public:
   static uint64_t bytes_of(size_t max_keys) { return max_keys * sizeof(int64_t); }
 
+  // Throws std::bad_alloc, and is as before then.
   void open(size_t max_keys) {
-    keys_ = {};
-    keys_.reserve(max_keys);  // a commit allocates nothing
+    std::vector<int64_t> keys;
+    keys.reserve(max_keys);  // a commit allocates nothing
+    keys_.swap(keys);
     max_keys_ = max_keys;
     is_whole_ = true;
   }
