@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrec.checkpoint.exchange import Ranks
-from hybridrec.checkpoint.load import Loaded, load
-from hybridrec.checkpoint.save import Saving, save
+from hybridrec.checkpoint.loading import Loaded, load
+from hybridrec.checkpoint.saving import Saving, save
 from hybridrec.checkpoint.snapshot import latest
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import hashed_collections

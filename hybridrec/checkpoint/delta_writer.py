@@ -20,7 +20,7 @@ from hybridrec.checkpoint.delta_chain import (
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import remove_folder, sync_folder, write_file, write_rows
 from hybridrec.checkpoint.manifest import FileEntry, read_manifest
-from hybridrec.checkpoint.save import (
+from hybridrec.checkpoint.saving import (
     chunk_rows_of,
     collection_entry,
     encoded,

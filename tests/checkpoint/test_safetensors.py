@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import numpy as np
 import pytest
 
 from hybridrec import ConfigError, checkpoint
+from hybridrec.checkpoint import saving as save_module
 from hybridrec.checkpoint.__main__ import main
 from tests.checkpoint.runs import Records, build, records_of
 from tests.distributed.pipelines import all_batches, mine
 from tests.distributed.scenario import Scenario
 from tests.ranks import RankPools
 
-save_module = importlib.import_module("hybridrec.checkpoint.save")  # the package has a function of that name
 SCENARIO = Scenario(optimizer="adagrad", steps=4, ids_per_table=50)
 
 

@@ -15,7 +15,7 @@ from hybridrec.checkpoint import contents, snapshot
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, Manifest, TableEntry, read_manifest
-from hybridrec.checkpoint.save import table_entry
+from hybridrec.checkpoint.saving import table_entry
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.rows_state_dict import owner_of
