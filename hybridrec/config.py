@@ -49,7 +49,7 @@ _UNSUPPORTED_FIELDS: dict[str, Any] = {
 """Fields of TorchRec's config that hashed tables do not honour -> the value that asks for nothing."""
 
 
-class _DefaultInitFn(functools.partial):  # type: ignore[type-arg]
+class _DefaultInitFn(functools.partial[Any]):
     """The ``init_fn`` that we fill in as TorchRec does; its type tells that the user gave none."""
 
 
@@ -82,7 +82,7 @@ class _HashFields:
 
 
 @dataclass
-class HashEmbeddingBagConfig(_HashFields, EmbeddingBagConfig):  # type: ignore[misc]
+class HashEmbeddingBagConfig(_HashFields, EmbeddingBagConfig):
     """One hashed table whose ids are any int64 values: TorchRec's config and what a hashed table needs beyond it.
 
     Positional parameters are those of `EmbeddingBagConfig`; what is added is keyword-only. Initial rows come from
@@ -100,7 +100,7 @@ class HashEmbeddingBagConfig(_HashFields, EmbeddingBagConfig):  # type: ignore[m
 
 
 @dataclass
-class HashEmbeddingConfig(_HashFields, EmbeddingConfig):  # type: ignore[misc]
+class HashEmbeddingConfig(_HashFields, EmbeddingConfig):
     """One hashed table of a `HashEmbeddingCollection`, whose rows are not pooled.
 
     TorchRec's `EmbeddingConfig` and the fields of `HashEmbeddingBagConfig` beyond it, with the same meaning and errors.
@@ -404,7 +404,7 @@ class _Fields:
     def _initializer(self, dim: int) -> Initializer:
         source = self._initializer_source()
         if source == "initializer":
-            return self._config.initializer  # type: ignore[no-any-return]
+            return cast(Initializer, self._config.initializer)
         if source == "init_fn":
             # A partial of torch's uniform_ is the very distribution that we can draw for every id.
             uniform_range = _uniform_range(self._config.init_fn)

@@ -33,7 +33,7 @@ _installed = False
 _PlannerError = _symbol(f"{_PLANNER}.types", "PlannerError", parameters=("message", "error_type"))
 
 
-class PlanCapacityError(CapacityError, _PlannerError):  # type: ignore[misc, valid-type]
+class PlanCapacityError(CapacityError, _PlannerError):  # type: ignore[valid-type, misc]  # looked up by name
     """No plan fits: ours, and TorchRec's for scripts that catch that."""
 
     def __init__(self, message: str) -> None:

@@ -105,7 +105,7 @@ def _read_array(stream: BinaryIO, path: Path, dtype: str, n: int) -> NDArray[Any
     array: NDArray[Any] = np.empty(n, dtype=dtype)
     view = _bytes_of(array)
     while view.nbytes:
-        got = stream.readinto(view)  # type: ignore[attr-defined]
+        got = stream.readinto(view)  # type: ignore[attr-defined]  # files have it
         if not got:
             raise StateError(f"{path} is damaged: it ends too early. Load an older snapshot.")
         view = view[got:]

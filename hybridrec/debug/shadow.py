@@ -123,7 +123,7 @@ class ShadowCollection:
             kernel.transient([_FIRST_SLOTS] * len(lookup.kernel_tables(k))) for k, kernel in enumerate(lookup.kernels)
         ]
         self._real_compute, self._real_update = lookup.compute, lookup.update
-        lookup.compute, lookup.update = self._compute, self._update  # type: ignore[method-assign]
+        lookup.compute, lookup.update = self._compute, self._update  # type: ignore[method-assign]  # until `end`
         self._is_on = True
 
     def end(self) -> None:

@@ -20,7 +20,7 @@ class Refusable(Protocol):
     error: Exception | None
 
 
-class CheckedSplits(Awaitable[Any]):  # type: ignore[misc]
+class CheckedSplits(Awaitable[Any]):
     """In place of the awaitable of an exchange's sizes: what it gives checks the ids' exchange at its `wait`."""
 
     def __init__(self, splits: Awaitable[Any], ctx: Refusable, rank: int) -> None:
@@ -37,7 +37,7 @@ class CheckedSplits(Awaitable[Any]):  # type: ignore[misc]
         return _CheckedTensors(self._splits.wait(), self._ctx, self._rank)
 
 
-class _CheckedTensors(Awaitable[Any]):  # type: ignore[misc]
+class _CheckedTensors(Awaitable[Any]):
     """In place of the awaitable of the ids."""
 
     def __init__(self, tensors: Any, ctx: Refusable, rank: int) -> None:

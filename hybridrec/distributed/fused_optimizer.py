@@ -15,7 +15,7 @@ from hybridrec.errors import ConfigError
 from hybridrec.kernels.base import LookupKernel
 
 
-class HashFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
+class HashFusedOptimizer(FusedOptimizer):
     """The optimizer of the tables of one kernel.
 
     A learning rate that a scheduler wrote into ``param_groups`` takes effect at the next `step` or `zero_grad`, as
@@ -60,7 +60,7 @@ class HashFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
         self._kernel.learning_rate = learning_rate
 
 
-class HashCollectionOptimizer(CombinedOptimizer):  # type: ignore[misc]
+class HashCollectionOptimizer(CombinedOptimizer):
     """The optimizers of all kernels of one collection; and where gradients are accumulated, what steps the rows."""
 
     def __init__(self, optimizers: Sequence[HashFusedOptimizer], gradients: GradientGroup) -> None:

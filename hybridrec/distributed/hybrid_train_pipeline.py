@@ -41,7 +41,7 @@ logger = logging.getLogger("hybridrec")
 MANY_SOURCES = 4
 
 
-class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):  # type: ignore[misc]
+class HybridTrainPipelineSparseDist(TrainPipelineSparseDist):
     """Trains batch after batch, with the same bits as a plain loop, and prepares the next ones meanwhile.
 
     ``model(batch)`` returns ``(loss, output)``. Up to ``pipe_n_batch`` batches are taken from the iterator and not yet

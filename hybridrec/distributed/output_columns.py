@@ -68,7 +68,7 @@ class OutputColumns:
         return KeyedTensor(keys=self.names, length_per_key=self.dims, values=pooled.to(self._dtype))
 
 
-class PooledAwaitable(LazyGetItemMixin, LazyAwaitable[KeyedTensor]):  # type: ignore[misc]
+class PooledAwaitable(LazyGetItemMixin, LazyAwaitable[KeyedTensor]):
     """The output of a forward; whoever touches it waits."""
 
     def __init__(

@@ -76,7 +76,7 @@ class _Layout:
         return [self.num_bags * (self.shared + owned) for owned in self.owned]
 
 
-class _PartialPools(Awaitable[Tensor]):  # type: ignore[misc]
+class _PartialPools(Awaitable[Tensor]):
     """The exchange in flight; the sum happens at `wait`."""
 
     def __init__(self, partial: Tensor, layout: _Layout) -> None:

@@ -86,7 +86,7 @@ class CallOwner(Protocol):
         """What was prepared for a collection in the batch that computes is not used."""
 
 
-class PipelinedCall(BaseForward):  # type: ignore[misc]
+class PipelinedCall(BaseForward):
     """In place of one sharded module's ``forward``."""
 
     def __init__(self, owner: CallOwner, name: str, args: Any, module: Any, *, is_strict: bool = False) -> None:

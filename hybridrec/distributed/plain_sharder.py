@@ -36,7 +36,7 @@ from hybridrec.distributed.host_memory import local_world_size
 from hybridrec.distributed.output_dist import RankOrderPooledDist
 
 
-class HybridEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+class HybridEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
     """TorchRec's sharder for `EmbeddingBagCollection`, with row-wise tables on every device."""
 
     def __init__(
@@ -111,7 +111,7 @@ def _placed_on(
     return placed
 
 
-class _ShardedPlainCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]
+class _ShardedPlainCollection(ShardedEmbeddingBagCollection):
     """TorchRec's sharded collection, with our row-wise sharding."""
 
     @classmethod
@@ -123,7 +123,7 @@ class _ShardedPlainCollection(ShardedEmbeddingBagCollection):  # type: ignore[mi
         return _RowWise(sharding_infos, env, device, qcomm_codecs_registry=kwargs.get("qcomm_codecs_registry"))
 
 
-class _RowWise(RwPooledEmbeddingSharding):  # type: ignore[misc]
+class _RowWise(RwPooledEmbeddingSharding):
     """Row-wise, pools summed in rank order.
 
     Ids and pools travel over the model's group: the host group belongs to the thread that works ahead of training.

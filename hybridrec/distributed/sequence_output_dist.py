@@ -50,7 +50,7 @@ class SequenceDist(nn.Module):
         return NoWait(rows) if self._group.size() == 1 else _RowsUnderWay(rows, route, self._group)
 
 
-class _RowsUnderWay(Awaitable[Tensor]):  # type: ignore[misc]
+class _RowsUnderWay(Awaitable[Tensor]):
     """The exchange in flight; the rows are put in order at `wait`."""
 
     def __init__(self, rows: Tensor, route: SequenceRoute, group: dist.ProcessGroup) -> None:
@@ -123,7 +123,7 @@ class SequenceOutputs:
         }
 
 
-class SequenceAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):  # type: ignore[misc]
+class SequenceAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
     """The output of a forward; whoever touches it waits."""
 
     def __init__(self, rows: Awaitable[Tensor], outputs: SequenceOutputs, dtype: torch.dtype) -> None:

@@ -51,7 +51,7 @@ from hybridrec.store.row_export import RowChunk, RowExport
 
 
 @dataclass
-class HashBatchContext(Multistreamable):  # type: ignore[misc]
+class HashBatchContext(Multistreamable):
     """What one batch carries from its input dist to its output dist."""
 
     is_training: bool = True
@@ -71,8 +71,8 @@ class HashBatchContext(Multistreamable):  # type: ignore[misc]
 
 
 class ShardedHashCollection(
-    ShardedEmbeddingModule[KJTList, list[Tensor], Any, HashBatchContext],  # type: ignore[misc]
-    FusedOptimizerModule,  # type: ignore[misc]
+    ShardedEmbeddingModule[KJTList, list[Tensor], Any, HashBatchContext],
+    FusedOptimizerModule,
 ):
     """Hashed tables over all ranks: ids travel over the host group, what is looked up over the device group.
 
@@ -435,7 +435,7 @@ class ShardedHashCollection(
         self._parameters_of_table = [list(slots[config.name].parameters()) for config in self._table_configs]
         for every in slots.parameters():
             # The mark by which TorchRec's filters tell that a parameter is updated in the backward.
-            every._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+            every._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]  # TorchRec's own
         optimizers = []
         for k, kernel in enumerate(lookup.kernels):
             params = {names[t]: lookup.slot_parameters[t] for t in lookup.kernel_tables(k)}

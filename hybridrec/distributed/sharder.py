@@ -56,7 +56,7 @@ class _PlannedPart:
     is_frozen: bool
 
 
-class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):  # type: ignore[misc]
+class HashCollectionSharder(BaseEmbeddingSharder[HashCollection]):
     """Shards a hashed collection over all ranks: row-wise, or tables or columns of tables on single ranks."""
 
     _lookup_class = PooledLookup

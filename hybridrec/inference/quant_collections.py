@@ -91,7 +91,7 @@ def jagged_tensors(
     return outputs
 
 
-class QuantHashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
+class QuantHashEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     """Pooled lookups in frozen tables; made by `hybridrec.inference.freeze`, `load` or `quantize_dynamic`.
 
     Attributes:
@@ -153,7 +153,7 @@ class QuantHashEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         return next(self.tables.buffers()).device
 
 
-class QuantHashEmbeddingCollection(EmbeddingCollectionInterface):  # type: ignore[misc]
+class QuantHashEmbeddingCollection(EmbeddingCollectionInterface):
     """Rows of frozen tables, not pooled; made by `hybridrec.inference.freeze`, `load` or `quantize_dynamic`.
 
     Attributes:

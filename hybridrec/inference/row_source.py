@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch.distributed as dist
 from torch import nn
 
@@ -70,9 +72,9 @@ def is_pooled(source: RowSource) -> bool:
 
 def is_weighted(source: RowSource) -> bool:
     """Whether ids carry weights."""
-    return is_pooled(source) and bool(getattr(source, "is_weighted")())  # noqa: B009 - of both kinds of collection
+    return is_pooled(source) and bool(cast(Any, source).is_weighted())
 
 
 def need_indices(source: RowSource) -> bool:
     """Whether the outputs of a collection of sequences carry their ids."""
-    return not is_pooled(source) and bool(getattr(source, "need_indices")())  # noqa: B009
+    return not is_pooled(source) and bool(cast(Any, source).need_indices())

@@ -7,6 +7,7 @@ on before the chunk is sent, so that all ranks raise the same error.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from typing import TypeVar
@@ -94,7 +95,7 @@ class TableWriter:
                 self._gather_ids(export, counts)
                 export = self._export()
             for start in range(0, max(counts), self._chunk_rows):
-                ids_n, encoded = together(self._group, lambda chunks=export: self._next(chunks))  # type: ignore[misc]
+                ids_n, encoded = together(self._group, functools.partial(self._next, export))
                 if not self._is_writer:
                     self._send(ids_n, *encoded)
                     continue

@@ -20,7 +20,7 @@ from hybridrec.modules.hash_table import HashEmbedding
 from hybridrec.modules.input_check import check_sequences
 
 
-class HashEmbeddingCollection(HashCollection, EmbeddingCollectionInterface):  # type: ignore[misc]
+class HashEmbeddingCollection(HashCollection, EmbeddingCollectionInterface):
     """A row for every id of a batch, not pooled, from tables whose ids are any int64 values.
 
     Drop-in for `torchrec.EmbeddingCollection`: same arguments, inputs, outputs and order of outputs. What is different

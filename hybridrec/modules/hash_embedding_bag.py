@@ -24,7 +24,7 @@ from hybridrec.modules.input_check import check_features
 from hybridrec.modules.variable_batch import expand, filled_lengths, inverse_of
 
 
-class HashEmbeddingBagCollection(HashCollection, EmbeddingBagCollectionInterface):  # type: ignore[misc]
+class HashEmbeddingBagCollection(HashCollection, EmbeddingBagCollectionInterface):
     """Pooled lookups in tables whose ids are any int64 values.
 
     Drop-in for `torchrec.EmbeddingBagCollection`: same arguments, inputs, outputs and order of outputs. Differences:

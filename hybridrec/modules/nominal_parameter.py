@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class NominalParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> NominalParameter:
         """Copy with all attributes; their references to this parameter become references to the copy."""
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            return cast(NominalParameter, memo[id(self)])
         result = type(self)(self.detach().clone(), self.requires_grad)
         memo[id(self)] = result
         result.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -74,7 +74,7 @@ class NominalParameter(nn.Parameter):
         """Attributes from a pickle."""
         self.__dict__.update(state)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter's
         """Say what it is rather than print values that do not exist."""
         return f"NominalParameter(shape={list(self.shape)}, requires_grad={self.requires_grad})"
 

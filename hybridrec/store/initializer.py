@@ -170,7 +170,7 @@ def bank_from_init_fn(init_fn: Callable[[Tensor], Any], dim: int, seed: int, num
             f"init_fn made {rows.dtype} {tuple(rows.shape)} of a float32 ({num_rows}, {dim}). Accepted: the same."
         )
     try:
-        return Bank(rows)  # type: ignore[arg-type]
+        return Bank(rows)  # type: ignore[arg-type]  # a tensor will do
     except ConfigError as e:
         raise ConfigError(f"init_fn made rows that cannot be used. {e}") from e
 

@@ -51,7 +51,7 @@ class Script:
 
 # 1. A batch: any fields, among them a KeyedJaggedTensor.
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]
+class Batch(Pipelineable):
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor

@@ -40,7 +40,7 @@ from tests.distributed.scenario import (
 
 
 @dataclass
-class PipelineBatch(Pipelineable):  # type: ignore[misc]
+class PipelineBatch(Pipelineable):
     """What a user's loader yields."""
 
     features: KeyedJaggedTensor

@@ -85,7 +85,7 @@ def test_after_an_exception_of_all_ranks_a_reset_goes_on(pool_2: RankPool, depth
     pool_2.run(fails_on_all, depth)
 
 
-class Strange(Pipelineable):  # type: ignore[misc]
+class Strange(Pipelineable):
     """A batch without the field that the model reads."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Strange:
