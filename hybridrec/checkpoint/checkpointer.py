@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -11,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybridrec.checkpoint import writer_lock
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.loading import Loaded, load
 from hybridrec.checkpoint.saving import Saving, save
 from hybridrec.checkpoint.snapshot import latest
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import hashed_collections
+from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
 
 
@@ -60,13 +63,14 @@ class Checkpointer:
 
         Raises:
             ConfigError: ``every`` is not positive.
+            StateError: Another job writes its snapshots to ``path``.
         """
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ConfigError(f"Checkpointer: every={every!r}. Pass a number of batches, 1 or more, or None.")
         self._path, self._model, self._optimizer, self._pipeline = Path(path), model, optimizer, pipeline
         self._every, self._keep = every, keep
         self._seen = pipeline.batches_committed
-        host_group = next(iter(hashed_collections(model).values())).host_group
+        self._host_group = host_group = next(iter(hashed_collections(model).values())).host_group
         # Of its own: the host group belongs to the pipeline while batches are in flight.
         ranks = dist.get_process_group_ranks(host_group)
         self._group = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
@@ -78,6 +82,9 @@ class Checkpointer:
         """Whether the job was asked to end: a snapshot was written, and the loop should."""
         self.loaded: Loaded | None = None
         """What `resume` found."""
+        self._locks_folder = False
+        with watched(host_group, "open snapshots"), self._ranks.together():
+            self._lock_folder()
         self._former = signal.signal(signal.SIGTERM, self._ask) if stops_on_sigterm else None
         self._takes_signal = stops_on_sigterm
 
@@ -96,11 +103,24 @@ class Checkpointer:
         self._finish()
         if self._takes_signal:
             self._takes_signal = False
-            signal.signal(signal.SIGTERM, self._former)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._former is None else self._former)
+        if self._locks_folder:
+            self._locks_folder = False
+            writer_lock.release(self._path)
+
+    def _lock_folder(self) -> None:
+        if self._ranks.rank != 0:
+            return
+        with contextlib.suppress(OSError):  # one that cannot be written can be resumed from; `save` says what is wrong
+            self._path.mkdir(parents=True, exist_ok=True)
+            writer_lock.acquire(self._path)
+            self._locks_folder = True
 
     def resume(self) -> int:
         """Load the newest snapshot, if there is one: how many batches are behind us. Errors as of `load`."""
-        if not any(self._ranks.gather(latest(self._path) is not None)):
+        with watched(self._host_group, "resume"):
+            is_there = any(self._ranks.gather(latest(self._path) is not None))
+        if not is_there:
             return 0
         self.loaded = load(self._path, self._model, self._optimizer, pipeline=self._pipeline)
         self._seen = self.loaded.batches_committed
@@ -141,5 +161,6 @@ class Checkpointer:
         if self._group is None or not (self._takes_signal or self._in_background):
             return mine[0], not mine[1]
         asked = torch.tensor(mine, dtype=torch.int64)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
+        with watched(self._host_group, "after_batch"):
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
         return bool(asked[0]), not bool(asked[1])

@@ -19,6 +19,8 @@ from hybridrec.store.row_export import RowChunk, RowExport
 from hybridrec.store.row_state_layout import RowStateLayout
 
 _BLOCK_BYTES = 8 * 2**20
+REMOVED = ".removed."
+"""What the name of a folder begins with while it is removed."""
 
 
 class HashedFile:
@@ -158,7 +160,9 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def remove_folder(folder: Path) -> None:
     """A folder and what is in it, if it is there: first out of sight, so that it is never seen half removed."""
-    hidden = folder.with_name(f".removed.{folder.name.lstrip('.')}")
+    hidden = folder if folder.name.startswith(REMOVED) else folder.with_name(f"{REMOVED}{folder.name.lstrip('.')}")
+    if hidden != folder:
+        shutil.rmtree(hidden, ignore_errors=True)  # of a job that was killed: in the way
     try:
         os.replace(folder, hidden)
     except OSError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hybridrec.checkpoint.files import remove_folder, replace_file
+from hybridrec.checkpoint import writer_lock
+from hybridrec.checkpoint.files import REMOVED, remove_folder, replace_file
 from hybridrec.checkpoint.manifest import MANIFEST
 from hybridrec.errors import StateError
 
@@ -57,18 +58,30 @@ def resolve(path: str | Path) -> Path:
 def begin(root: Path, step: int) -> str:
     """Make the folder in which a snapshot of a step is written; the name that it will have. On one rank.
 
+    What jobs that were killed left behind is removed. Until `publish` or `give_up` no other job writes here.
+
     Raises:
+        StateError: Another job writes here, or something else has the place of what names the newest snapshot.
         OSError: It cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for left_over in root.glob(f"{_UNFINISHED}*"):
-        if left_over not in _being_written:
-            remove_folder(left_over)
-    name, again = f"{_PREFIX}{step:012d}", 1
-    while (root / name).exists() or unfinished(root, name).exists():
-        again += 1
-        name = f"{_PREFIX}{step:012d}_{again}"
-    unfinished(root, name).mkdir()
+    if (root / _LATEST).is_dir():
+        raise StateError(
+            f"{root / _LATEST} is a folder; save() keeps the name of the newest snapshot in a file there. Move it away."
+        )
+    writer_lock.acquire(root)
+    try:
+        for left_over in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{REMOVED}*")):
+            if left_over not in _being_written:
+                remove_folder(left_over)
+        name, again = f"{_PREFIX}{step:012d}", 1
+        while (root / name).exists() or unfinished(root, name).exists():
+            again += 1
+            name = f"{_PREFIX}{step:012d}_{again}"
+        unfinished(root, name).mkdir()
+    except BaseException:
+        writer_lock.release(root)
+        raise
     _being_written.add(unfinished(root, name))
     return name
 
@@ -80,17 +93,23 @@ def unfinished(root: Path, name: str) -> Path:
 
 def give_up(root: Path, name: str) -> None:
     """Remove what was written of a snapshot. On one rank."""
-    _being_written.discard(unfinished(root, name))
     remove_folder(unfinished(root, name))
+    _end_writing(root, name)
 
 
 def publish(root: Path, name: str, keep: int | None) -> Path:
     """Make a written snapshot visible, by one rename, and the newest; let go of those beyond ``keep``. On one rank."""
     os.replace(unfinished(root, name), root / name)
-    _being_written.discard(unfinished(root, name))
     replace_file(root / _LATEST, f"{name}\n".encode())
     if keep is not None:
         others = [p for p in snapshots(root) if p.name != name]
         for old in others[: max(0, len(others) + 1 - keep)]:
             remove_folder(old)
+    _end_writing(root, name)
     return root / name
+
+
+def _end_writing(root: Path, name: str) -> None:
+    if unfinished(root, name) in _being_written:
+        _being_written.discard(unfinished(root, name))
+        writer_lock.release(root)
