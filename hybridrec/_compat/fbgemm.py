@@ -83,7 +83,7 @@ _require_parameters(
 _require_attributes(
     "SplitTableBatchedEmbeddingBagsCodegen",
     SplitTableBatchedEmbeddingBagsCodegen,
-    ("split_embedding_weights", "split_optimizer_states", "set_learning_rate"),
+    ("split_embedding_weights", "split_optimizer_states", "set_learning_rate", "set_optimizer_step"),
 )
 _require_attributes("BoundsCheckMode", BoundsCheckMode, ("NONE",))
 _require_attributes("PoolingMode", PoolingMode, ("SUM",))

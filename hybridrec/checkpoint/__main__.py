@@ -13,6 +13,7 @@ import torch
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.safetensors import export_safetensors, layout_of
+from hybridrec.checkpoint.sharded import ShardedReader
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.errors import ConfigError, HybridRecError
 from hybridrec.store.row_export import RowChunk
@@ -59,6 +60,8 @@ def _inspect(path: Path, *, is_verified: bool, wanted: tuple[str, str] | None) -
                 f"  table {table.name!r}: {table.rows:,} rows x {table.dim}, {table.optimizer['kind']} (states: "
                 f"{states}), {sum(f.bytes for f in table.files):,} bytes, rows by rank {[f.rows for f in table.files]}"
             )
+    for name, (dtype, shape) in ShardedReader(folder, manifest.sharded).shapes.items():
+        print(f"sharded by torch: {name.partition('.')[2]!r}, {dtype} {shape}")
     if is_verified:
         for file in manifest.files():
             verify(folder, file)
@@ -120,10 +123,19 @@ def _diff(a: Path, b: Path) -> int:
             differences.append(f"{name}: only in {folders[key not in tables[0]]}")
             continue
         differences += _diff_table(name, folders, (tables[0][key], tables[1][key]))
+    differences += _diff_sharded(*(ShardedReader(f, m.sharded) for f, m in zip(folders, (first, second), strict=True)))
     if first.dense.sha256 != second.dense.sha256:
         differences.append("parameters outside of hashed tables, or the optimizer, differ")
     print("\n".join(differences) or "no difference")
     return int(bool(differences))
+
+
+def _diff_sharded(a: ShardedReader, b: ShardedReader) -> list[str]:
+    """Whole tensors in host memory."""
+    if a.shapes != b.shapes:
+        return ["tensors that torch shards have other names or shapes"]
+    first, second = a.read_whole(), b.read_whole()
+    return [f"{name.partition('.')[2]!r} differs" for name in first if not torch.equal(first[name], second[name])]
 
 
 def _diff_table(name: str, folders: tuple[Path, Path], tables: tuple[TableEntry, TableEntry]) -> list[str]:

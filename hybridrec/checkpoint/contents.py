@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hybridrec.backend import HOST
+from hybridrec.checkpoint.sharded import MODEL, OPTIMIZER
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
+from hybridrec.distributed.sharded_tensors import check_trained_alike, fused_states, is_fused, sharded_weights
 from hybridrec.errors import ConfigError
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
@@ -29,19 +31,47 @@ def _leaves(optimizer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def learning_rates(optimizer: Any) -> dict[str, Any]:
-    """Path of a hashed table -> learning rate; of the tables that this rank has."""
+    """Path of a sharded table -> learning rate; of the tables that this rank has."""
     return {
         f"{path.rpartition('/')[0]}:{key.rpartition('.')[0]}": group["lr"]
         for path, leaf in _leaves(optimizer)
-        if isinstance(leaf, HashFusedOptimizer)
+        if is_fused(leaf)
         for group in leaf.param_groups
         for key in leaf.params
     }
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer has that is not hashed tables', as plain values; tensors are not copied."""
-    return {path: _leaf_state(leaf) for path, leaf in _leaves(optimizer) if not isinstance(leaf, HashFusedOptimizer)}
+    """What an optimizer has that is not sharded tables', as plain values; tensors are not copied."""
+    return {path: _leaf_state(leaf) for path, leaf in _leaves(optimizer) if not is_fused(leaf)}
+
+
+def sharded_tensors(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """What torch itself shards: ``"model.{name}"`` -> weights, ``"optimizer.{name}"`` -> fused states. Views.
+
+    States have the names of the tables that this rank has a part of.
+
+    Raises:
+        ConfigError: Something cannot be saved; names it.
+    """
+    weights = sharded_weights(model)
+    found = {f"{MODEL}{name}": value for name, value in weights.items()}
+    for path, leaf in _leaves(optimizer) if weights and optimizer is not None else ():
+        if not is_fused(leaf):
+            check_trained_alike(model, weights, (p for group in leaf.param_groups for p in group["params"]))
+        elif not isinstance(leaf, HashFusedOptimizer):
+            found |= {f"{OPTIMIZER}{path.rpartition('/')[0]}:{name}": v for name, v in fused_states(leaf)}
+    return found
+
+
+def without_optimizer(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `sharded_tensors` that are the model's."""
+    return {name: value for name, value in tensors.items() if name.startswith(MODEL)}
+
+
+def weights_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the model, as the model names them."""
+    return {name.removeprefix(MODEL): value for name, value in without_optimizer(tensors).items()}
 
 
 def _leaf_state(optimizer: Any) -> dict[str, Any]:
@@ -59,7 +89,7 @@ def load_optimizer_state(optimizer: Any, saved: Mapping[str, Any], rates: Mappin
     """Put back what `optimizer_state` and `learning_rates` took. `check_optimizer_state` was asked."""
     now = learning_rates(optimizer)
     for path, leaf in _leaves(optimizer):
-        if isinstance(leaf, HashFusedOptimizer):
+        if is_fused(leaf):
             for group, key in ((group, key) for group in leaf.param_groups for key in leaf.params):
                 name = f"{path.rpartition('/')[0]}:{key.rpartition('.')[0]}"
                 group["lr"] = rates.get(name, now[name])

@@ -49,11 +49,13 @@ class DeltaManifest:
     removed: tuple[RemovedEntry, ...]
     dense: FileEntry
     """Parameters and buffers that are not hashed tables, without optimizer state."""
+    sharded: tuple[FileEntry, ...] = ()
+    """As in a snapshot's manifest, without optimizer state."""
 
     def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""
         shards = [file for c in self.collections for table in c.tables for file in table.files]
-        return (self.dense, *shards, *(entry.file for entry in self.removed))
+        return (self.dense, *self.sharded, *shards, *(entry.file for entry in self.removed))
 
     def encode(self) -> bytes:
         """What its file holds."""
@@ -141,4 +143,5 @@ _REMEDY = "Follow a newer snapshot."
 def _delta(content: dict[str, Any]) -> DeltaManifest:
     collections = tuple(collection_of(c) for c in content.pop("collections"))
     removed = tuple(RemovedEntry(file=FileEntry(**r.pop("file")), **r) for r in content.pop("removed"))
-    return DeltaManifest(collections=collections, removed=removed, dense=FileEntry(**content.pop("dense")), **content)
+    dense, sharded = FileEntry(**content.pop("dense")), tuple(FileEntry(**f) for f in content.pop("sharded", ()))
+    return DeltaManifest(collections=collections, removed=removed, dense=dense, sharded=sharded, **content)

@@ -24,12 +24,14 @@ from hybridrec.checkpoint.saving import (
     chunk_rows_of,
     collection_entry,
     encoded,
+    files_of,
     folder_name,
     merged,
     require_here,
     save,
     with_files,
 )
+from hybridrec.checkpoint.sharded import ShardedWriter
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
@@ -142,20 +144,29 @@ class DeltaWriter:
         with ranks.together():
             if ranks.rank == 0:
                 begin_delta(snapshot, number)
-        target = snapshot
+        target, folder = snapshot, unfinished_delta(snapshot, number)
         try:
             with ranks.together():
-                mine = self._write(unfinished_delta(snapshot, number), ranks.rank)
+                tensors = contents.sharded_tensors(self._model, None)
+            writer = ShardedWriter(folder, tensors, ranks, is_staged=False) if tensors else None
+            with ranks.together():
+                mine = self._write(folder, ranks.rank)
+                parts = ([], []) if writer is None else writer.write()
                 marks = self._final_ordinals()
-            manifest = self._manifest(number, ranks.gather(mine))
+            everyone = ranks.gather((*mine, parts))
+            sharded: tuple[FileEntry, ...] = ()
+            with ranks.together():
+                if ranks.rank == 0:
+                    sharded = files_of(writer, folder, [one[3] for one in everyone])
+            manifest = self._manifest(number, everyone, ranks.from_first(sharded))
             with ranks.together():
                 if ranks.rank == 0:
                     for file in manifest.files():
-                        require_here(unfinished_delta(snapshot, number), file)
+                        require_here(folder, file)
                     target = publish_delta(snapshot, manifest)
         except BaseException:
             if ranks.rank == 0:
-                remove_folder(unfinished_delta(snapshot, number))
+                remove_folder(folder)
             raise
         self._number, self._digest, self._marks, self._carried = number, manifest.digest, marks, {}
         published: Path = ranks.from_first(target)
@@ -204,7 +215,7 @@ class DeltaWriter:
         self._carried[c, name] = ids
         return ids
 
-    def _manifest(self, number: int, everyone: list[Any]) -> DeltaManifest:
+    def _manifest(self, number: int, everyone: list[Any], sharded: tuple[FileEntry, ...]) -> DeltaManifest:
         log = next(iter(self._collections.values())).lookup.log
         return DeltaManifest(
             number=number,
@@ -213,4 +224,5 @@ class DeltaWriter:
             collections=tuple(map(merged, zip(*(one[1] for one in everyone), strict=True))),
             removed=tuple(entry for one in everyone for entry in one[2]),
             dense=everyone[0][0],
+            sharded=sharded,
         )

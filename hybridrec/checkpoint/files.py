@@ -121,21 +121,33 @@ def verify(folder: Path, file: FileEntry) -> None:
         StateError: It is missing, cut or altered; names it.
     """
     path = folder / file.name
-    digest, size = hashlib.sha256(), 0
-    block = bytearray(_BLOCK_BYTES)
     try:
-        with open(path, "rb", buffering=0) as stream:
-            while got := stream.readinto(block):
-                digest.update(memoryview(block)[:got])
-                size += got
+        size, digest = _digest_of(path)
     except FileNotFoundError as e:
         raise StateError(f"{path} is missing. Load an older snapshot.") from e
     except OSError as e:
         raise StateError(f"{path} cannot be read: {e}.") from e
     if size != file.bytes:
         raise StateError(f"{path} is damaged: it has {size:,} bytes, {file.bytes:,} were written. Load an older one.")
-    if digest.hexdigest() != file.sha256:
+    if digest != file.sha256:
         raise StateError(f"{path} is damaged: its contents are not what was written. Load an older snapshot.")
+
+
+def entry_of(folder: Path, name: str, rank: int) -> FileEntry:
+    """The entry of a file that something else wrote."""
+    size, digest = _digest_of(folder / name)
+    return FileEntry(name=name, rank=rank, bytes=size, sha256=digest)
+
+
+def _digest_of(path: Path) -> tuple[int, str]:
+    """(bytes, SHA-256) of a file."""
+    digest, size = hashlib.sha256(), 0
+    block = bytearray(_BLOCK_BYTES)
+    with open(path, "rb", buffering=0) as stream:
+        while got := stream.readinto(block):
+            digest.update(memoryview(block)[:got])
+            size += got
+    return size, digest.hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

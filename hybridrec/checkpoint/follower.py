@@ -13,8 +13,9 @@ from torch import Tensor
 from hybridrec.backend import HOST
 from hybridrec.checkpoint.delta_chain import DeltaManifest, delta_folder, newest_delta, read_delta
 from hybridrec.checkpoint.files import read_rows, verify
-from hybridrec.checkpoint.manifest import CollectionEntry, TableEntry, read_manifest
+from hybridrec.checkpoint.manifest import CollectionEntry, Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.safetensors import layout_of
+from hybridrec.checkpoint.sharded import MODEL, ShardedReader
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.errors import ConfigError, HybridRecError, StateError
 from hybridrec.store.row_export import RowChunk
@@ -78,7 +79,7 @@ class Follower:
 
     @property
     def dense(self) -> dict[str, Tensor]:
-        """Parameters and buffers that are not hashed tables, by name."""
+        """Parameters and buffers that are not hashed tables, by name; tables that TorchRec shards whole."""
         return self._dense
 
     @property
@@ -161,7 +162,7 @@ class Follower:
             verify(folder, file)
         tables = _tables_of(manifest.collections)
         rows = {key: _read(folder, table) for key, table in tables.items()}
-        self._dense = _dense(folder, manifest.dense.name)
+        self._dense = _dense(folder, manifest)
         self._tables, self._rows = tables, rows
         self._snapshot, self._number = folder, 0
         self._digest, self._step = manifest.digest, manifest.step
@@ -178,7 +179,7 @@ class Follower:
                 key: self._rows[key].changed(np.concatenate([_NO_IDS, *removed[key]]), _read(folder, table))
                 for key, table in _tables_of(delta.collections).items()
             }
-            dense = _dense(folder, delta.dense.name)
+            dense = _dense(folder, delta)
         except HybridRecError as e:
             raise StateError(f"delta {delta.number} of {self._snapshot} cannot be applied: {e}") from e
         self._rows |= rows
@@ -209,9 +210,9 @@ def _read(folder: Path, table: TableEntry) -> _Rows:
     return _Rows(ids=ids[order], scores=scores[order], records=records[order])
 
 
-def _dense(folder: Path, name: str) -> dict[str, Tensor]:
-    model: dict[str, Tensor] = torch.load(folder / name, map_location=HOST, weights_only=True)["model"]
-    return model
+def _dense(folder: Path, manifest: Manifest | DeltaManifest) -> dict[str, Tensor]:
+    model: dict[str, Tensor] = torch.load(folder / manifest.dense.name, map_location=HOST, weights_only=True)["model"]
+    return model | ShardedReader(folder, manifest.sharded).read_whole(MODEL)
 
 
 def follow(path: str | Path) -> Follower:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.saving import table_entry
+from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.rows_state_dict import owner_of
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
+from hybridrec.distributed.sharded_tensors import reload, set_optimizer_steps
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
 from hybridrec.store.row_export import RowChunk
@@ -104,12 +107,18 @@ class _Reader:
             dense = _decoded(folder, manifest.dense)
             owned = [_decoded(folder, file) for file in manifest.ranks]
             self._check_dense(model, optimizer, dense)
+            reader = ShardedReader(folder, manifest.sharded)
+            sharded = contents.sharded_tensors(model, optimizer)
+        self._check_sharded(reader, sharded, has_optimizer=optimizer is not None)
         for module in self._collections.values():
             with ranks.together():
                 module.lookup.require_idle()
         with ranks.together():
             rates = {table: rate for own in owned for table, rate in own["rates"].items()}
-            self._apply(folder, manifest, model, optimizer, dense, rates)
+            self._apply(folder, manifest, model, optimizer, dense, rates, lambda: reader.read_into(sharded))
+            reload(model, contents.weights_of(sharded))
+            steps = [(path, n) for own in owned for path, n in own.get("steps", {}).items()]
+            set_optimizer_steps(model, dict(sorted(steps, key=lambda entry: entry[1])))
         if pipeline is not None:
             pipeline.resume_at(manifest.step)
         is_same = manifest.world_size == ranks.world_size
@@ -154,15 +163,31 @@ class _Reader:
                 raise ConfigError("load: an optimizer was given, but none was given to save(). Leave it out.")
             contents.check_optimizer_state(optimizer, dense["optimizer"])
 
+    def _check_sharded(self, reader: ShardedReader, now: dict[str, Any], *, has_optimizer: bool) -> None:
+        """Collective: states of a table's optimizer are known to the ranks that have a part of it."""
+        saved = reader.shapes if has_optimizer else contents.without_optimizer(reader.shapes)
+        everyone = {name for one in self._ranks.gather(list(now)) for name in one}
+        with self._ranks.together():
+            _check_names("tables that TorchRec shards, and their states,", saved, everyone)
+            check_sharded(saved, now)
+
     # ---- changing ----------------------------------------------------------------------------------------------------
 
     def _apply(
-        self, folder: Path, manifest: Manifest, model: nn.Module, optimizer: Any, dense: dict[str, Any], rates: Any
+        self,
+        folder: Path,
+        manifest: Manifest,
+        model: nn.Module,
+        optimizer: Any,
+        dense: dict[str, Any],
+        rates: Any,
+        read_sharded: Callable[[], None],
     ) -> None:
         saved = {c.name: c for c in manifest.collections}
         try:
             for name, module in self._collections.items():
                 self._load_rows(folder, manifest, saved[name], module)
+            read_sharded()
         except Exception as e:
             for module in self._collections.values():
                 module.lookup.log.broken = f"a snapshot could be loaded only in part: {type(e).__name__}: {e}"

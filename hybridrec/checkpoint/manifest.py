@@ -95,11 +95,13 @@ class Manifest:
     """What each rank has for itself: random numbers, the user's ``extra``."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Package -> version, for reading."""
+    sharded: tuple[FileEntry, ...] = ()
+    """Tensors that torch itself shards, in the format of `torch.distributed.checkpoint`."""
 
     def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""
         shards = [file for c in self.collections for table in c.tables for file in table.files]
-        return (self.dense, *self.ranks, *shards)
+        return (self.dense, *self.ranks, *self.sharded, *shards)
 
     def encode(self) -> bytes:
         """What its file holds."""
@@ -122,7 +124,8 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(folder / MANIFEST, FORMAT)
     collections = tuple(collection_of(c) for c in content.pop("collections"))
     dense, ranks = FileEntry(**content.pop("dense")), tuple(FileEntry(**f) for f in content.pop("ranks"))
-    return Manifest(collections=collections, dense=dense, ranks=ranks, **content)
+    sharded = tuple(FileEntry(**f) for f in content.pop("sharded", ()))
+    return Manifest(collections=collections, dense=dense, ranks=ranks, sharded=sharded, **content)
 
 
 def read_json(path: Path, known_format: int) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from hybridrec.checkpoint import contents, snapshot
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import sync_folder, write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, Manifest, TableEntry
+from hybridrec.checkpoint.sharded import ShardedWriter
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
+from hybridrec.distributed.sharded_tensors import optimizer_steps
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
 from hybridrec.store.row_export import CHUNK_BYTES, RowExport
@@ -58,7 +60,7 @@ def save(
         StateError: It cannot be written, or a collection cannot be read; names what.
         BackendError: A rank is gone.
     """
-    saving = Saving(path, model, optimizer, pipeline=pipeline, extra=extra, keep=keep)
+    saving = Saving(path, model, optimizer, pipeline=pipeline, extra=extra, keep=keep, goes_on=False)
     saving.write()
     return saving.finish()
 
@@ -66,7 +68,8 @@ def save(
 class Saving:
     """A snapshot that is written while training goes on: made at a step boundary, finished at a later one.
 
-    Rows that are written back meanwhile are copied aside first (`RowExport`), everything else is copied at once.
+    Rows that are written back meanwhile are copied aside first (`RowExport`), everything else is copied at once: of
+    tables that TorchRec shards each rank copies its part to host memory.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Saving:
         extra: Any = None,
         keep: int | None = None,
         group: dist.ProcessGroup | None = None,
+        goes_on: bool = True,
     ) -> None:
         """What is saved is the state now. Collective; errors as of `save`.
 
@@ -91,6 +95,8 @@ class Saving:
             keep: How many snapshots to keep.
             group: gloo group of the model's ranks, over which they talk in `finish`; None: the host group, which a
                 pipeline must not use then.
+            goes_on: Whether the model may train before `write` has returned; else tables that TorchRec shards are not
+                copied.
         """
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"save: keep={keep!r}. Pass how many snapshots to keep, 1 or more, or None for all.")
@@ -102,12 +108,14 @@ class Saving:
         self._error: Exception | None = None
         self._files: dict[tuple[str, str], FileEntry] = {}
         self._exports: dict[tuple[str, str], RowExport] = {}
+        self._sharded: ShardedWriter | None = None
+        self._sharded_parts: tuple[list[FileEntry], list[Any]] = ([], [])
         with watched(self._host_group, "save"):
             for module in self._collections.values():
                 module.take_back_prepared()
-            self._begin(Ranks(self._host_group), model, optimizer, pipeline, extra)
+            self._begin(Ranks(self._host_group), model, optimizer, pipeline, extra, goes_on)
 
-    def _begin(self, ranks: Ranks, model: nn.Module, optimizer: Any, pipeline: Any, extra: Any) -> None:
+    def _begin(self, ranks: Ranks, model: nn.Module, optimizer: Any, pipeline: Any, extra: Any, goes_on: bool) -> None:
         committed = [module.lookup.log.committed for module in self._collections.values()]
         self._step = max(committed) if pipeline is None else pipeline.batches_committed
         self._rank, name = ranks.rank, ""
@@ -119,18 +127,21 @@ class Saving:
         try:
             with ranks.together():
                 self._small = self._small_files(model, optimizer, extra)
+                sharded = contents.sharded_tensors(model, optimizer)
                 for c, module in self._collections.items():
                     module.lookup.flush()
                     for table in module.lookup.tables:
                         rows = chunk_rows_of(table)
                         self._exports[c, table.name] = module.lookup.export_rows(table.name, chunk_rows=rows)
+            if sharded:
+                self._sharded = ShardedWriter(self._folder, sharded, ranks, is_staged=goes_on)
         except BaseException:
             self._give_up()
             raise
         self._entries = [collection_entry(c, module) for c, module in self._collections.items()]
 
     def start(self) -> None:
-        """Write this rank's rows on a thread of their own."""
+        """Write this rank's part on a thread of its own."""
         self._thread = threading.Thread(target=self.write, name="hybridrec-save", daemon=True)
         self._thread.start()
 
@@ -140,8 +151,10 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def write(self) -> None:
-        """Write this rank's rows; what goes wrong is raised by `finish`."""
+        """Write this rank's part; what goes wrong is raised by `finish`."""
         try:
+            if self._sharded is not None:
+                self._sharded_parts = self._sharded.write()
             for (c, name), export in self._exports.items():
                 table = next(t for t in self._collections[c].lookup.tables if t.name == name)
                 file = f"rows/{folder_name(c)}/{folder_name(name)}/{self._rank:05d}.rows"
@@ -169,9 +182,10 @@ class Saving:
             if self._error is not None:
                 raise self._error
         entries = [with_files(entry, self._files) for entry in self._entries]
-        everyone = ranks.gather((*self._small, entries))
+        everyone = ranks.gather((*self._small, entries, self._sharded_parts))
         with ranks.together():
             if self._rank == 0:
+                sharded = files_of(self._sharded, self._folder, [one[3] for one in everyone])
                 manifest = Manifest(
                     step=self._step,
                     world_size=ranks.world_size,
@@ -179,6 +193,7 @@ class Saving:
                     dense=everyone[0][0],
                     ranks=tuple(one[1] for one in everyone),
                     versions={"hybridrec": version("hybridrec"), "torch": torch.__version__},
+                    sharded=sharded,
                 )
                 for file in manifest.files():
                     require_here(self._folder, file)
@@ -202,6 +217,7 @@ class Saving:
             "extra": contents.copy_of(extra, "extra"),
             "random": contents.random_state(device),
             "rates": contents.copy_of(rates, "learning rates"),
+            "steps": optimizer_steps(model),
         }
         entry = write_file(self._folder, f"ranks/{self._rank:05d}.pt", encoded(own), self._rank)
         if self._rank != 0:
@@ -212,6 +228,24 @@ class Saving:
             "optimizer": contents.copy_of(state, "optimizer"),
         }
         return write_file(self._folder, "dense.pt", encoded(dense), 0), entry
+
+
+def files_of(
+    writer: ShardedWriter | None, folder: Path, parts: list[tuple[list[FileEntry], list[Any]]]
+) -> tuple[FileEntry, ...]:
+    """The files of sharded tensors, the last one written now. On one rank.
+
+    Args:
+        writer: None: there are no such tensors.
+        folder: Of the snapshot or delta.
+        parts: What `ShardedWriter.write` gave, of every rank.
+    """
+    if writer is None:
+        return ()
+    files = [file for found, _ in parts for file in found]
+    for file in files:
+        require_here(folder, file)
+    return (*files, writer.finish([results for _, results in parts]))
 
 
 def require_here(folder: Path, file: FileEntry) -> None:

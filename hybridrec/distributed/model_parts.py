@@ -1,4 +1,4 @@
-"""A model's hashed collections, and every other tensor by name. Wrappers of data parallelism add no name."""
+"""A model's hashed collections, other sharded modules, other tensors. Wrappers of data parallelism add no name."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ def hashed_collections(model: nn.Module) -> dict[str, ShardedHashCollection]:
     """Path without wrappers -> collection.
 
     Raises:
-        ConfigError: There is none, or another sharded module, whose tables this cannot save.
+        ConfigError: There is none, or one is inside of another sharded module.
     """
-    found = dict(_sharded(model, ""))
-    others = {name: m for name, m in found.items() if not isinstance(m, ShardedHashCollection)}
-    if others:
-        name, module = next(iter(others.items()))
-        raise ConfigError(
-            f"the model has the sharded module {name!r} ({type(module).__name__}), whose tables hybridrec.checkpoint "
-            "does not save in this version. Hash its tables too, or save it apart with torch.distributed.checkpoint."
-        )
+    found = {name: module for name, module in _sharded(model, "") if isinstance(module, ShardedHashCollection)}
+    for name, module in sharded_modules(model):
+        if any(isinstance(part, ShardedHashCollection) for part in module.modules()):
+            raise ConfigError(
+                f"{name!r} ({type(module).__name__}) is sharded and has a hashed collection inside, which "
+                "hybridrec.checkpoint cannot save. Shard the collection by itself."
+            )
     if not found:
         raise ConfigError(
             "the model has no sharded hashed collection. Pass what DistributedModelParallel returned; the state_dict() "
             "of an unsharded model has its rows."
         )
     return found
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path without wrappers, module) of those that are sharded and not hashed: tables of TorchRec itself."""
+    return ((name, module) for name, module in _sharded(model, "") if not isinstance(module, ShardedHashCollection))
 
 
 def _sharded(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
