@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hybridrec.checkpoint.follower import Follower, follow
     from hybridrec.checkpoint.loading import Loaded, load
     from hybridrec.checkpoint.pretrained import import_rows
+    from hybridrec.checkpoint.recsdk import ImportedTable, RecsdkImport, import_recsdk
+    from hybridrec.checkpoint.recsdk_files import RecsdkSave, read_recsdk
     from hybridrec.checkpoint.safetensors import export_safetensors
     from hybridrec.checkpoint.saving import Saving, save
     from hybridrec.checkpoint.snapshot import latest
@@ -23,13 +25,18 @@ __all__ = [
     "Checkpointer",
     "DeltaWriter",
     "Follower",
+    "ImportedTable",
     "Loaded",
+    "RecsdkImport",
+    "RecsdkSave",
     "Saving",
     "export_safetensors",
     "follow",
+    "import_recsdk",
     "import_rows",
     "latest",
     "load",
+    "read_recsdk",
     "save",
 ]
 
@@ -37,13 +44,18 @@ _MODULE_OF_NAME = {
     "Checkpointer": "checkpointer",
     "DeltaWriter": "delta_writer",
     "Follower": "follower",
+    "ImportedTable": "recsdk",
     "Loaded": "loading",
+    "RecsdkImport": "recsdk",
+    "RecsdkSave": "recsdk_files",
     "Saving": "saving",
     "export_safetensors": "safetensors",
     "follow": "follower",
+    "import_recsdk": "recsdk",
     "import_rows": "pretrained",
     "latest": "snapshot",
     "load": "loading",
+    "read_recsdk": "recsdk_files",
     "save": "saving",
 }
 

@@ -1,4 +1,7 @@
-"""``python -m hybridrec.checkpoint inspect PATH``, ``diff A B``, ``export PATH OUT``. Needs no model, no device."""
+"""``python -m hybridrec.checkpoint inspect PATH``, ``diff A B``, ``export PATH OUT``, ``recsdk PATH``.
+
+Needs no model, no device.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import Manifest, TableEntry, read_manifest
+from hybridrec.checkpoint.recsdk_files import read_recsdk
 from hybridrec.checkpoint.safetensors import export_safetensors, layout_of
 from hybridrec.checkpoint.sharded import ShardedReader
 from hybridrec.checkpoint.snapshot import resolve
@@ -33,12 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export = commands.add_parser("export", help="write OUT/TABLE.safetensors: id, embedding")
     export.add_argument("path", type=Path, help="a snapshot, or a folder of them: the newest")
     export.add_argument("out", type=Path)
+    recsdk = commands.add_parser("recsdk", help="tables, rows, moments of what a Saver of RecSDK wrote")
+    recsdk.add_argument("path", type=Path)
     options = parser.parse_args(arguments)
     try:
         if options.command == "inspect":
             return _inspect(options.path, is_verified=options.verify, wanted=options.id)
         if options.command == "export":
             print("\n".join(map(str, export_safetensors(options.path, options.out))))
+            return 0
+        if options.command == "recsdk":
+            print(read_recsdk(options.path))
             return 0
         return _diff(options.a, options.b)
     except HybridRecError as e:

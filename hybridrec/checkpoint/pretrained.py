@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from hybridrec.distributed.rows_state_dict import owner_of
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.errors import ConfigError
+from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 
 
@@ -35,12 +36,7 @@ def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor)
         ConfigError: There is no such table, or the tensors are not as they should be. Nothing changed.
         StateError: A batch is in flight, or the host budget has no room; a rank that had room keeps its rows.
     """
-    found = [m for m in hashed_collections(model).values() if any(c.name == table for c in m.table_configs)]
-    if len(found) != 1:
-        names = sorted(c.name for m in hashed_collections(model).values() for c in m.table_configs)
-        what = "no collection has" if not found else f"{len(found)} collections have"
-        raise ConfigError(f"import_rows: {what} the table {table!r}. Tables: {names}.")
-    (module,) = found
+    module = collection_with(model, table, call="import_rows")
     module.take_back_prepared()
     ranks = Ranks(module.host_group)
     with ranks.together():
@@ -49,12 +45,24 @@ def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor)
     with ranks.together():
         group = module.lookup.log.group
         group.set_ordinal(max(1, group.ordinal))  # a score of 0 would be that of no batch
-        for part, shard in _parts(module, table):
+        for part, shard in parts_of(module, table):
             mine = owner_of(ids_N, ranks.world_size) == ranks.rank if part.owner is None else slice(None)
-            _import(module.lookup, part, shard, ids_N[mine], weights_ND[mine])
+            scores_N = torch.full_like(ids_N[mine], group.ordinal)
+            put(module.lookup, part, shard, ids_N[mine], scores_N, weights_ND[mine])
 
 
-def _parts(module: ShardedHashCollection, table: str) -> Iterator[tuple[TablePart, ShardTable]]:
+def collection_with(model: nn.Module, table: str, *, call: str) -> ShardedHashCollection:
+    """The one collection that has a table; `ConfigError` if there is none, or are several."""
+    collections = hashed_collections(model).values()
+    found = [m for m in collections if any(c.name == table for c in m.table_configs)]
+    if len(found) != 1:
+        names = sorted(c.name for m in collections for c in m.table_configs)
+        what = "no collection has" if not found else f"{len(found)} collections have"
+        raise ConfigError(f"{call}: {what} the table {table!r}. Tables: {names}.")
+    return found[0]
+
+
+def parts_of(module: ShardedHashCollection, table: str) -> Iterator[tuple[TablePart, ShardTable]]:
     """The table, or those of its columns that this rank has."""
     for part, shard in zip(module.parts, module.lookup.tables, strict=True):
         if part.table.name == table:
@@ -73,22 +81,46 @@ def _check(module: ShardedHashCollection, table: str, ids_N: Tensor, weights_ND:
             f"import_rows: weights are {weights_ND.dtype} {list(weights_ND.shape)} on {weights_ND.device}. Accepted: "
             f"float32 [{len(ids_N):,}, {dim}] in host memory: the embedding_dim of table {table!r}."
         )
-    dtype = next(c.row_type.dtype for c in module.table_configs if c.name == table)
-    if bool((weights_ND.to(dtype).isinf() & weights_ND.isfinite()).any()):
+    check_range(weights_ND, next(c.row_type for c in module.table_configs if c.name == table), table, "import_rows")
+
+
+def check_range(weights_ND: Tensor, row_type: RowType, table: str, where: str) -> None:
+    """Raise `ConfigError` if weights would become infinite in the table's type."""
+    if bool((weights_ND.to(row_type.dtype).isinf() & weights_ND.isfinite()).any()):
         raise ConfigError(
-            f"import_rows: weights reach {weights_ND.abs().max().item():.6g}, table {table!r} holds {dtype}, up to "
-            f"{torch.finfo(dtype).max:.6g} (its data_type). Use DataType.FP32, or smaller weights."
+            f"{where}: weights reach {weights_ND.abs().max().item():.6g}, table {table!r} holds {row_type.dtype}, up "
+            f"to {torch.finfo(row_type.dtype).max:.6g} (its data_type). Use DataType.FP32, or smaller weights."
         )
 
 
-def _import(lookup: PooledLookup, part: TablePart, shard: ShardTable, ids_N: Tensor, weights_ND: Tensor) -> None:
+def put(
+    lookup: PooledLookup,
+    part: TablePart,
+    shard: ShardTable,
+    ids_N: Tensor,
+    scores_N: Tensor,
+    weights_ND: Tensor,
+    states: Sequence[Tensor] = (),
+) -> None:
+    """Put rows into what this rank has of a table.
+
+    Args:
+        lookup: Of the collection.
+        part: The columns.
+        shard: Their rows.
+        ids_N: int64 [N], of this rank.
+        scores_N: int64 [N].
+        weights_ND: float32 [N, D], of all columns.
+        states: float32 [N, D] each, of all columns: its row-sized states. Empty: every state begins anew.
+    """
     layout = shard.layout
     slices = layout.record_slices
+    columns = slice(part.first_column, part.first_column + part.dim)
     records = torch.empty((len(ids_N), layout.record_floats))
-    records[:, slices["weights"]] = layout.row_type.words(
-        weights_ND[:, part.first_column : part.first_column + part.dim]
-    )
+    records[:, slices["weights"]] = layout.row_type.words(weights_ND[:, columns])
     for state in layout.states:
         records[:, slices[state.name]] = state.initial_value
-    scores_N = torch.full_like(ids_N, lookup.log.group.ordinal)
+    if states:
+        for state, values_ND in zip(layout.row_states, states, strict=True):
+            records[:, slices[state.name]] = values_ND[:, columns]
     lookup.import_rows(shard.name, RowChunk.of_records(ids_N.contiguous(), scores_N, records, layout))

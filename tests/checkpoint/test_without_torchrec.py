@@ -29,7 +29,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_readers_come_without_torchrec() -> None:
     done = run(
         "from hybridrec import checkpoint; import hybridrec.checkpoint.__main__\n"
-        "checkpoint.follow, checkpoint.latest, checkpoint.export_safetensors"
+        "checkpoint.follow, checkpoint.latest, checkpoint.export_safetensors, checkpoint.read_recsdk"
     )
     assert done.returncode == 0, done.stderr
     assert "ModuleNotFoundError: torchrec" in run("from hybridrec.checkpoint import load").stderr
