@@ -15,7 +15,7 @@ from hybridrec.errors import StateError
 try:
     import fcntl
 except ImportError:  # a system without record locks: nothing is refused there
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # not on every system
 
 logger = logging.getLogger("hybridrec")
 
