@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from hybridrec.checkpoint.delta_writer import DeltaWriter
     from hybridrec.checkpoint.follower import Follower, follow
     from hybridrec.checkpoint.loading import Loaded, load
+    from hybridrec.checkpoint.parquet import export_parquet
+    from hybridrec.checkpoint.plain_collections import to_embedding_bag_collection, to_embedding_collection
     from hybridrec.checkpoint.pretrained import import_rows
     from hybridrec.checkpoint.recsdk import ImportedTable, RecsdkImport, import_recsdk
     from hybridrec.checkpoint.recsdk_files import RecsdkSave, read_recsdk
     from hybridrec.checkpoint.safetensors import export_safetensors
     from hybridrec.checkpoint.saving import Saving, save
     from hybridrec.checkpoint.snapshot import latest
+    from hybridrec.checkpoint.table_import import import_table
 
 __all__ = [
     "Checkpointer",
@@ -30,14 +33,18 @@ __all__ = [
     "RecsdkImport",
     "RecsdkSave",
     "Saving",
+    "export_parquet",
     "export_safetensors",
     "follow",
     "import_recsdk",
     "import_rows",
+    "import_table",
     "latest",
     "load",
     "read_recsdk",
     "save",
+    "to_embedding_bag_collection",
+    "to_embedding_collection",
 ]
 
 _MODULE_OF_NAME = {
@@ -49,14 +56,18 @@ _MODULE_OF_NAME = {
     "RecsdkImport": "recsdk",
     "RecsdkSave": "recsdk_files",
     "Saving": "saving",
+    "export_parquet": "parquet",
     "export_safetensors": "safetensors",
     "follow": "follower",
     "import_recsdk": "recsdk",
     "import_rows": "pretrained",
+    "import_table": "table_import",
     "latest": "snapshot",
     "load": "loading",
     "read_recsdk": "recsdk_files",
     "save": "saving",
+    "to_embedding_bag_collection": "plain_collections",
+    "to_embedding_collection": "plain_collections",
 }
 
 

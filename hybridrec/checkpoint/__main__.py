@@ -6,8 +6,10 @@ Needs no model, no device.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +17,16 @@ import torch
 
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import Manifest, TableEntry, read_manifest
+from hybridrec.checkpoint.parquet import export_parquet
 from hybridrec.checkpoint.recsdk_files import read_recsdk
-from hybridrec.checkpoint.safetensors import export_safetensors, layout_of
+from hybridrec.checkpoint.safetensors import export_safetensors
+from hybridrec.checkpoint.saved_tables import layout_of, saved_tables
 from hybridrec.checkpoint.sharded import ShardedReader
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.errors import ConfigError, HybridRecError
 from hybridrec.store.row_export import RowChunk
+
+_EXPORTS = {"safetensors": export_safetensors, "parquet": export_parquet}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     diff = commands.add_parser("diff", help="what two snapshots have different")
     diff.add_argument("a", type=Path)
     diff.add_argument("b", type=Path)
-    export = commands.add_parser("export", help="write OUT/TABLE.safetensors: id, embedding")
+    export = commands.add_parser("export", help="write each table to OUT/TABLE.safetensors or .parquet: id, embedding")
     export.add_argument("path", type=Path, help="a snapshot, or a folder of them: the newest")
     export.add_argument("out", type=Path)
+    export.add_argument("--format", choices=tuple(_EXPORTS), default="safetensors", help="default: safetensors")
+    export.add_argument("--table", action="append", metavar="TABLE", help="only this one; may be repeated")
     recsdk = commands.add_parser("recsdk", help="tables, rows, moments of what a Saver of RecSDK wrote")
     recsdk.add_argument("path", type=Path)
     options = parser.parse_args(arguments)
@@ -44,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "inspect":
             return _inspect(options.path, is_verified=options.verify, wanted=options.id)
         if options.command == "export":
-            print("\n".join(map(str, export_safetensors(options.path, options.out))))
-            return 0
+            return _export(options.path, options.out, options.format, options.table)
         if options.command == "recsdk":
             print(read_recsdk(options.path))
             return 0
@@ -53,6 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HybridRecError as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 2
+
+
+def _export(path: Path, out: Path, kind: str, tables: list[str] | None) -> int:
+    num_rows = sum(table.rows for table in saved_tables(read_manifest(resolve(path)), tables))
+    with _progress_bar(num_rows) as progress:
+        files = _EXPORTS[kind](path, out, tables=tables, progress=progress)
+    print("\n".join(map(str, files)))
+    return 0
+
+
+@contextlib.contextmanager
+def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None] | None]:
+    """What shows rows that were written: on a terminal, where tqdm is there (TorchRec brings it)."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield None
+        return
+    with importlib.import_module("tqdm").tqdm(total=num_rows, unit=" rows", unit_scale=True) as bar:
+        yield bar.update
 
 
 def _inspect(path: Path, *, is_verified: bool, wanted: tuple[str, str] | None) -> int:

@@ -18,7 +18,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """``group``: gloo; nobody else uses it meanwhile."""
-        self._group = group
+        self.group = group
         self.rank, self.world_size = group.rank(), group.size()
 
     def gather(self, value: Any) -> list[Any]:
@@ -26,7 +26,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
+        dist.all_gather_object(found, value, group=self.group)
         return found
 
     def from_first(self, value: Any) -> Any:

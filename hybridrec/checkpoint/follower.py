@@ -14,7 +14,7 @@ from hybridrec.backend import HOST
 from hybridrec.checkpoint.delta_chain import DeltaManifest, delta_folder, newest_delta, read_delta
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import CollectionEntry, Manifest, TableEntry, read_manifest
-from hybridrec.checkpoint.safetensors import layout_of
+from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.checkpoint.sharded import MODEL, ShardedReader
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.errors import ConfigError, HybridRecError, StateError

@@ -40,7 +40,7 @@ def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor)
     module.take_back_prepared()
     ranks = Ranks(module.host_group)
     with ranks.together():
-        _check(module, table, ids_N, weights_ND)
+        check_rows(module, table, ids_N, weights_ND)
         module.lookup.require_idle()
     with ranks.together():
         group = module.lookup.log.group
@@ -69,7 +69,8 @@ def parts_of(module: ShardedHashCollection, table: str) -> Iterator[tuple[TableP
             yield part, shard
 
 
-def _check(module: ShardedHashCollection, table: str, ids_N: Tensor, weights_ND: Tensor) -> None:
+def check_rows(module: ShardedHashCollection, table: str, ids_N: Tensor, weights_ND: Tensor) -> None:
+    """Raise `ConfigError` unless these can be rows of a table."""
     dim = next(c.embedding_dim for c in module.table_configs if c.name == table)
     if ids_N.dtype != torch.int64 or ids_N.dim() != 1 or ids_N.device != HOST:
         raise ConfigError(

@@ -1,99 +1,162 @@
-"""`export_safetensors`: the tables of a snapshot as files that other tools read. Needs no model and no device.
+"""Tables as safetensors files: `export_safetensors`, and how one is read back.
 
-The format (a length, a JSON header, raw tensors) is written by hand: a package that writes whole tensors would need the
+The format (a length, a JSON header, raw tensors) is written and read by hand: the package of that name would need the
 table in memory.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
-from hybridrec.checkpoint.files import read_rows
-from hybridrec.checkpoint.manifest import TableEntry, read_manifest
-from hybridrec.checkpoint.snapshot import resolve
+from hybridrec.checkpoint.row_file import dim_error, file_error
+from hybridrec.checkpoint.saved_tables import Chunks, SavedTable, export_tables
 from hybridrec.errors import ConfigError
 from hybridrec.row_type import RowType
-from hybridrec.store.row_export import RowChunk
-from hybridrec.store.row_state_layout import RowStateLayout
-from hybridrec.types import RowState
 
 _DTYPES = {RowType.FLOAT32: "F32", RowType.BFLOAT16: "BF16", RowType.FLOAT16: "F16"}
 """The format's names."""
+_ITEM_BYTES = {"I64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_LARGEST_HEADER = 100_000_000
+"""Bytes; the format's own limit."""
 
 
-def export_safetensors(path: str | Path, out: str | Path) -> list[Path]:
+def export_safetensors(
+    path: str | Path,
+    out: str | Path,
+    *,
+    tables: Collection[str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Path]:
     """Write each table of a snapshot to ``OUT/TABLE.safetensors``: ``id`` int64 [R], ``embedding`` [R, D].
 
-    Chunk by chunk: memory does not depend on the size of a table. Rows are in the order of the snapshot's files.
+    Embeddings have the table's type: float32, bfloat16 or float16. Chunk by chunk: memory does not depend on the size
+    of a table. Rows are in the order of the snapshot's files. Needs no model, no device and no TorchRec.
 
     Args:
         path: A snapshot, or a folder of them: the newest.
         out: Folder, made if it is missing.
+        tables: Names; None: all.
+        progress: Is told the rows of each chunk that was written.
+
+    Returns:
+        The files, one a table.
 
     Raises:
-        ConfigError: Two collections have a table of one name, or a file exists.
-        StateError: The snapshot is damaged.
+        ConfigError: There is no such table, two collections have a table of one name, or a file exists.
+        StateError: The snapshot is damaged: names the file. Nothing was written.
     """
-    folder = resolve(path)
-    manifest = read_manifest(folder)
-    tables = [table for collection in manifest.collections for table in collection.tables]
-    names = [table.name for table in tables]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(
-            f"export: the collections of {folder} have the tables {twice} twice: one file cannot hold both."
-        )
-    targets = [Path(out) / f"{table.name.replace(os.sep, '_')}.safetensors" for table in tables]
-    if there := [str(target) for target in targets if target.exists()]:
-        raise ConfigError(f"export: {there[0]} exists. Remove it, or choose another folder.")
-    Path(out).mkdir(parents=True, exist_ok=True)
-    for table, target in zip(tables, targets, strict=True):
-        _write(folder, table, target)
-    return targets
+    return export_tables(path, out, "safetensors", _write, tables=tables, progress=progress)
 
 
-def layout_of(table: TableEntry) -> RowStateLayout:
-    """What a record of the table holds."""
-    states = tuple(RowState(name=name, is_row_wise=is_row_wise) for name, is_row_wise in table.states)
-    return RowStateLayout(dim=table.dim, states=states, row_type=RowType[table.row_type])
-
-
-def _write(folder: Path, table: TableEntry, target: Path) -> None:
-    row_type = RowType[table.row_type]
-    id_bytes, row_bytes = table.rows * 8, table.rows * table.dim * row_type.dtype.itemsize
+def _write(path: Path, table: SavedTable, chunks: Callable[[], Chunks]) -> Iterator[int]:
+    id_bytes, row_bytes = table.rows * 8, table.rows * table.dim * table.row_type.dtype.itemsize
     header = json.dumps(
         {
             "__metadata__": {"format": "pt", "table": table.name},
             "id": {"dtype": "I64", "shape": [table.rows], "data_offsets": [0, id_bytes]},
             "embedding": {
-                "dtype": _DTYPES[row_type],
+                "dtype": _DTYPES[table.row_type],
                 "shape": [table.rows, table.dim],
                 "data_offsets": [id_bytes, id_bytes + row_bytes],
             },
         }
     ).encode()
     header += b" " * (-len(header) % 8)
-    columns: list[Callable[[RowChunk], NDArray[np.generic]]] = [
-        lambda chunk: chunk.ids_N.numpy(),
-        lambda chunk: chunk.weights_ND.contiguous().view(torch.uint8).numpy(),
-    ]
-    beside = target.with_name(f".{target.name}.unfinished")
-    with open(beside, "wb") as file:
+    with open(path, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for column in columns:  # one pass over the snapshot for each tensor
-            for chunk in _chunks(folder, table):
-                file.write(np.ascontiguousarray(column(chunk)).data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, target)
+        for ids_N, _ in chunks():  # one pass over the snapshot for each tensor
+            file.write(ids_N.numpy().astype("<i8", copy=False).data)
+        for _, weights_ND in chunks():
+            file.write(weights_ND.contiguous().view(torch.uint8).numpy().data)
+            yield len(weights_ND)
 
 
-def _chunks(folder: Path, table: TableEntry) -> Iterator[RowChunk]:
-    for file in table.files:
-        yield from read_rows(folder, table, file, layout_of(table))
+class SafetensorsFile:
+    """``id`` I64 [R] and ``embedding`` F32, BF16 or F16 [R, D], wherever in the file; other tensors do not matter."""
+
+    def __init__(self, path: Path, dim: int) -> None:
+        """
+        Args:
+            path: Of the file.
+            dim: D of the table that it is for.
+
+        Raises:
+            ConfigError: It is no such file; says what is wrong.
+        """
+        self._path, self._dim = path, dim
+        header = _Header(path)
+        self._id, shape, _ = header.tensor("id", ("I64",), "[R]")
+        self._embedding, (self.rows, columns), dtype = header.tensor("embedding", tuple(_DTYPES.values()), "[R, D]")
+        if shape != [self.rows]:
+            raise file_error(path, f"has {shape[0]:,} ids and {self.rows:,} embeddings", "Row by row they belong.")
+        if columns != dim:
+            raise dim_error(path, columns, dim)
+        self._dtype = next(row_type.dtype for row_type, name in _DTYPES.items() if name == dtype)
+
+    def ids(self, n: int) -> Iterator[Tensor]:
+        for first in range(0, self.rows, n):
+            yield self._read(self._id + first * 8, min(n, self.rows - first), 1, torch.int64).flatten()
+
+    def chunks(self, n: int, part: int = 0, num_parts: int = 1) -> Chunks:
+        for first in range(part * n, self.rows, num_parts * n):
+            count = min(n, self.rows - first)
+            ids_N = self._read(self._id + first * 8, count, 1, torch.int64).flatten()
+            at = self._embedding + first * self._dim * self._dtype.itemsize
+            yield ids_N, self._read(at, count, self._dim, self._dtype).to(torch.float32)
+
+    def _read(self, at: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        data = np.empty(rows * columns * dtype.itemsize, dtype=np.uint8)
+        with open(self._path, "rb") as file:
+            file.seek(at)
+            if file.readinto(data.data) != len(data):
+                raise file_error(self._path, "ends too early", "It changed while it was read.")
+        return torch.from_numpy(data).view(dtype).view(rows, columns)
+
+
+class _Header:
+    """What a file says of its tensors, which nobody has checked yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size = path, path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._start = 8 + length
+            text = file.read(length) if self._start <= self._size and length <= _LARGEST_HEADER else b""
+        try:
+            self._header = json.loads(text)
+        except ValueError:
+            self._header = None
+        if not isinstance(self._header, dict):
+            raise file_error(path, "is neither Parquet nor safetensors", "Write the table in one of these formats.")
+
+    def tensor(self, name: str, dtypes: tuple[str, ...], shape: str) -> tuple[int, list[int], str]:
+        """(where it begins in the file, shape, dtype) of a tensor that lies in the file as a whole."""
+        if name not in self._header:
+            there = sorted(set(self._header) - {"__metadata__"})
+            raise file_error(
+                self._path, f"has no tensor {name!r}, but {there}", "Needed: 'id' [R], 'embedding' [R, D]."
+            )
+        entry = self._header[name]
+        try:
+            dtype, found, (begin, end) = str(entry["dtype"]), list(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as e:
+            raise self._damaged(name, entry) from e
+        if dtype not in dtypes or len(found) != len(shape.split()):
+            raise file_error(
+                self._path, f"has {name!r} as {dtype} {found}", f"Accepted: {' or '.join(dtypes)} {shape}."
+            )
+        if not all(type(x) is int and x >= 0 for x in (*found, begin, end)):
+            raise self._damaged(name, entry)
+        if end - begin != math.prod(found) * _ITEM_BYTES[dtype] or self._start + end > self._size:
+            raise self._damaged(name, entry)
+        return self._start + begin, found, dtype
+
+    def _damaged(self, name: str, entry: object) -> ConfigError:
+        return file_error(self._path, f"is damaged: tensor {name!r} is said to be {entry}", "Write or copy it again.")

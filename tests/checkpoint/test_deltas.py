@@ -19,7 +19,7 @@ from hybridrec import ConfigError, StateError, checkpoint
 from hybridrec.checkpoint import files
 from hybridrec.checkpoint.delta_chain import read_delta
 from hybridrec.checkpoint.manifest import read_manifest
-from hybridrec.checkpoint.safetensors import layout_of
+from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.distributed.model_parts import dense_tensors
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import Records, build, records_of

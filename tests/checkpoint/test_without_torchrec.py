@@ -43,5 +43,5 @@ def test_every_name_can_be_had(name: str) -> None:
 
 
 def test_unknown_name_is_refused() -> None:
-    with pytest.raises(AttributeError, match=r"module 'hybridrec.checkpoint' has no attribute 'lod'"):
-        checkpoint.lod  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'hybridrec.checkpoint' has no attribute 'saves'"):
+        checkpoint.saves  # noqa: B018

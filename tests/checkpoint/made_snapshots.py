@@ -1,0 +1,84 @@
+"""Snapshots made of given rows, without a model and without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridrec.checkpoint.files import write_file, write_rows
+from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, Manifest, TableEntry
+from hybridrec.checkpoint.saved_tables import layout_of
+from hybridrec.row_type import RowType
+from hybridrec.store.row_export import RowChunk, RowExport
+
+STATES = (("sum", False), ("steps", True))
+
+
+def rows_of(num_rows: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids of the whole int64 range, ascending, and any weights."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator)
+    ids[:4] = torch.tensor([0, -1, -(2**63), 2**63 - 1])[:num_rows]
+    ids = ids.unique()
+    return ids, torch.randn((len(ids), dim), generator=generator).to(dtype)
+
+
+def table_in(
+    folder: Path,
+    name: str,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    chunk_rows: int = 7,
+    num_ranks: int = 1,
+    is_whole: bool = False,
+    initializer: str = "Uniform(low=-0.5, high=0.25)",
+) -> TableEntry:
+    """Write a table's files: rows are dealt to ranks in turn, or one rank has all."""
+    entry = TableEntry(
+        name=name,
+        is_row_wise=not is_whole,
+        dim=weights.shape[1],
+        states=STATES,
+        optimizer={"kind": "adagrad"},
+        seed=5,
+        initializer=initializer,
+        max_rows=None,
+        chunk_rows=chunk_rows,
+        row_type=RowType.of(weights.dtype).name,
+    )
+    files = []
+    for rank in range(num_ranks):
+        mine = slice(rank, None, num_ranks)
+        export = _export(ids[mine], weights[mine], chunk_rows)
+        files.append(write_rows(folder, f"rows/{name}/{rank:05d}.rows", export, layout_of(entry), rank))
+    return TableEntry(**{**vars(entry), "files": tuple(files)})
+
+
+def snapshot_of(folder: Path, *collections: list[TableEntry]) -> Path:
+    """The manifest of tables that `table_in` wrote."""
+    manifest = Manifest(
+        step=1,
+        world_size=1,
+        collections=tuple(
+            CollectionEntry(name=f"c{i}", ordinal=1, batches_committed=1, tables=tuple(tables))
+            for i, tables in enumerate(collections)
+        ),
+        dense=write_file(folder, "dense.pt", b"none", 0),
+        ranks=(),
+    )
+    write_file(folder, MANIFEST, manifest.encode(), 0)
+    return folder
+
+
+def _export(ids: Tensor, weights: Tensor, chunk_rows: int) -> RowExport:
+    left = iter(zip(ids.split(chunk_rows), weights.split(chunk_rows), strict=True))
+
+    def read(n: int) -> RowChunk:
+        ids_N, weights_ND = next(left)
+        states = {"sum": torch.ones(weights_ND.shape), "steps": torch.ones(n)}
+        return RowChunk(ids_N=ids_N, scores_N=torch.ones_like(ids_N), weights_ND=weights_ND, states=states)
+
+    return RowExport(len(ids), chunk_rows, read, lambda: None)
