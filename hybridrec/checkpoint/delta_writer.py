@@ -178,23 +178,20 @@ class DeltaWriter:
         removed, entries = [], []
         for c, module in self._collections.items():
             entry = collection_entry(c, module)
-            module.lookup.flush()
-            for t, table in enumerate(module.lookup.tables):
-                where = f"{folder_name(c)}/{folder_name(table.name)}/{rank:05d}"
-                ids = self._removed(c, module, t)
-                export = module.lookup.export_rows(
-                    table.name, above_score=self._marks[c], chunk_rows=chunk_rows_of(table)
-                )
-                try:
-                    files[c, table.name] = write_rows(folder, f"rows/{where}.rows", export, table.layout, rank)
-                finally:
-                    export.close()
-                if len(ids):
-                    data = ids.numpy().astype("<i8", copy=False).tobytes()
-                    file = write_file(folder, f"removed/{where}.ids", data, rank)
-                    removed.append(
-                        RemovedEntry(collection=c, table=table.name, file=dataclasses.replace(file, rows=len(ids)))
-                    )
+            rows = module.lookup.export_tables(above_score=self._marks[c])
+            try:
+                for t, table in enumerate(module.lookup.tables):
+                    where = f"{folder_name(c)}/{folder_name(table.name)}/{rank:05d}"
+                    if len(ids := self._removed(c, module, t)):
+                        data = ids.numpy().astype("<i8", copy=False).tobytes()
+                        file = write_file(folder, f"removed/{where}.ids", data, rank)
+                        file = dataclasses.replace(file, rows=len(ids))
+                        removed.append(RemovedEntry(collection=c, table=table.name, file=file))
+                    name = f"rows/{where}.rows"
+                    files[c, table.name] = write_rows(folder, name, rows[table.name], chunk_rows_of(table), rank)
+            finally:
+                for one in rows.values():
+                    one.close()
             entries.append(with_files(entry, files))
         dense = None
         if rank == 0:

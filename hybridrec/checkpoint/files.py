@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hybridrec.checkpoint.manifest import FileEntry, TableEntry
 from hybridrec.errors import StateError
-from hybridrec.store.row_export import RowChunk, RowExport
+from hybridrec.store.row_export import RowChunk, ShardRows
 from hybridrec.store.row_state_layout import RowStateLayout
 
 _BLOCK_BYTES = 8 * 2**20
@@ -29,7 +29,7 @@ class HashedFile:
     def __init__(self, folder: Path, name: str, rank: int) -> None:
         """The file must not exist; folders in ``name`` are made."""
         self._name, self._rank, self._rows = name, rank, 0
-        self._digest, self._bytes = hashlib.sha256(), 0
+        self._digest, self._bytes, self._sent = hashlib.sha256(), 0, 0
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(path, "xb", buffering=0)
@@ -42,6 +42,14 @@ class HashedFile:
         data = data.cast("B")
         while data.nbytes:
             data = data[self._file.write(data) :]
+        if self._bytes - self._sent >= _BLOCK_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        """Let the system begin to put what was written on disk: `finish` has less to wait for."""
+        if hasattr(os, "posix_fadvise"):  # Linux does so when told that pages are not needed, and keeps them meanwhile
+            os.posix_fadvise(self._file.fileno(), self._sent, self._bytes - self._sent, os.POSIX_FADV_DONTNEED)
+        self._sent = self._bytes
 
     def finish(self) -> FileEntry:
         """Force it to disk."""
@@ -56,7 +64,7 @@ class HashedFile:
         self._file.close()
 
 
-def write_file(folder: Path, name: str, data: bytes, rank: int) -> FileEntry:
+def write_file(folder: Path, name: str, data: bytes | memoryview, rank: int) -> FileEntry:
     """A whole small file, forced to disk."""
     file = HashedFile(folder, name, rank)
     try:
@@ -66,19 +74,38 @@ def write_file(folder: Path, name: str, data: bytes, rank: int) -> FileEntry:
         file.close()
 
 
-def write_rows(folder: Path, name: str, export: RowExport, layout: RowStateLayout, rank: int) -> FileEntry:
-    """A table's shard: chunk after chunk ids int64 [n], scores uint32 [n], records float32 [n, R], little-endian."""
+class _Chunk:
+    """Some rows as they are in a file: ids int64 [n], scores uint32 [n], records float32 [n, R], little-endian."""
+
+    def __init__(self, num_rows: int, record_floats: int) -> None:
+        self.num_rows = num_rows
+        whole = np.empty(num_rows * (12 + 4 * record_floats), dtype=np.uint8)
+        ids, scores, records = np.split(whole, [8 * num_rows, 12 * num_rows])
+        self.data = whole.data
+        self._ids_N = torch.from_numpy(ids.view("<i8"))
+        self._records = torch.from_numpy(records.view("<f4").reshape(num_rows, record_floats))
+        self._scores, self._wide_N = scores.view("<u4"), torch.empty(num_rows, dtype=torch.int64)
+
+    def fill(self, rows: ShardRows) -> None:
+        """The next ones."""
+        rows.read(self._ids_N, self._wide_N, self._records)
+        self._scores[:] = self._wide_N.numpy()
+
+
+def write_rows(folder: Path, name: str, rows: ShardRows, chunk_rows: int, rank: int) -> FileEntry:
+    """A table's shard, chunk after chunk of ``chunk_rows`` rows, the last one shorter. Memory: one chunk."""
     file = HashedFile(folder, name, rank)
     try:
-        for chunk in export:
-            scores = chunk.scores_N.numpy().astype("<u4")
-            records = chunk.records(layout).numpy()
-            file.write(_bytes_of(chunk.ids_N.numpy().astype("<i8", copy=False)), rows=len(scores))
-            file.write(_bytes_of(scores))
-            file.write(_bytes_of(records.astype("<f4", copy=False)))
+        chunk = _Chunk(min(chunk_rows, rows.num_left), rows.layout.record_floats)
+        while rows.num_left:
+            if rows.num_left < chunk.num_rows:
+                chunk = _Chunk(rows.num_left, rows.layout.record_floats)
+            chunk.fill(rows)
+            file.write(chunk.data, rows=chunk.num_rows)
         return file.finish()
     finally:
         file.close()
+        rows.close()
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hybridrec.checkpoint import contents, snapshot
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, Manifest, TableEntry, read_manifest
-from hybridrec.checkpoint.saving import table_entry
+from hybridrec.checkpoint.saving import MAX_THREADS, table_entry
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
@@ -101,8 +102,9 @@ class _Reader:
         with ranks.together():
             if len(digests) > 1:
                 raise ConfigError(f"load: the ranks see different snapshots under {path}. Load from a shared folder.")
-            for file in _share(manifest.files(), ranks):
-                verify(folder, file)
+            files = _share(manifest, ranks)
+            with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as pool:
+                list(pool.map(lambda file: verify(folder, file), files))  # the list: raises what a call raised
         with ranks.together():
             dense = _decoded(folder, manifest.dense)
             owned = [_decoded(folder, file) for file in manifest.ranks]
@@ -224,8 +226,14 @@ class _Reader:
         return RowChunk.of_records(rows.ids_N[mine], rows.scores_N[mine], rows.records(layout)[mine], layout)
 
 
-def _share(files: tuple[FileEntry, ...], ranks: Ranks) -> list[FileEntry]:
-    """The files that this rank verifies: each is by one rank, and bytes are about even."""
+def _share(manifest: Manifest, ranks: Ranks) -> list[FileEntry]:
+    """The files that this rank verifies: each is by one rank, and bytes are about even.
+
+    At the same W those that it wrote and will import: the system has them in memory then, when they are read again.
+    """
+    files = manifest.files()
+    if manifest.world_size == ranks.world_size:
+        return [file for file in files if file.rank == ranks.rank]
     loads = [0] * ranks.world_size
     mine = []
     for file in sorted(files, key=lambda f: (-f.bytes, f.name)):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,13 @@ from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.sharded_tensors import optimizer_steps
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
-from hybridrec.store.row_export import CHUNK_BYTES, RowExport
-from hybridrec.store.row_state_layout import FLOAT_BYTES
+from hybridrec.store.row_export import ShardRows, rows_of_chunk
+
+MAX_THREADS = 4
+"""That read or write files of a snapshot at a time, on a rank: as many as torch has, but no more."""
+
+_NICENESS = 10
+"""Of the thread that writes while training goes on: where all cores are busy it gets a tenth of what others get."""
 
 
 def save(
@@ -68,7 +76,7 @@ def save(
 class Saving:
     """A snapshot that is written while training goes on: made at a step boundary, finished at a later one.
 
-    Rows that are written back meanwhile are copied aside first (`RowExport`), everything else is copied at once: of
+    Rows that are written back meanwhile are copied aside first (`ShardRows`), everything else is copied at once: of
     tables that TorchRec shards each rank copies its part to host memory.
     """
 
@@ -107,7 +115,7 @@ class Saving:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._files: dict[tuple[str, str], FileEntry] = {}
-        self._exports: dict[tuple[str, str], RowExport] = {}
+        self._rows: dict[tuple[str, str], ShardRows] = {}
         self._sharded: ShardedWriter | None = None
         self._sharded_parts: tuple[list[FileEntry], list[Any]] = ([], [])
         with watched(self._host_group, "save"):
@@ -126,13 +134,11 @@ class Saving:
         self._folder = snapshot.unfinished(self._root, self._name)
         try:
             with ranks.together():
-                self._small = self._small_files(model, optimizer, extra)
+                self._own, self._dense = self._copies(model, optimizer, extra)
                 sharded = contents.sharded_tensors(model, optimizer)
                 for c, module in self._collections.items():
-                    module.lookup.flush()
-                    for table in module.lookup.tables:
-                        rows = chunk_rows_of(table)
-                        self._exports[c, table.name] = module.lookup.export_rows(table.name, chunk_rows=rows)
+                    for table, rows in module.lookup.export_tables().items():
+                        self._rows[c, table] = rows
             if sharded:
                 self._sharded = ShardedWriter(self._folder, sharded, ranks, is_staged=goes_on)
         except BaseException:
@@ -141,8 +147,8 @@ class Saving:
         self._entries = [collection_entry(c, module) for c, module in self._collections.items()]
 
     def start(self) -> None:
-        """Write this rank's part on a thread of its own."""
-        self._thread = threading.Thread(target=self.write, name="hybridrec-save", daemon=True)
+        """Write this rank's part on a thread of its own, which stands back where training needs all cores."""
+        self._thread = threading.Thread(target=self._write_in_background, name="hybridrec-save", daemon=True)
         self._thread.start()
 
     @property
@@ -150,20 +156,34 @@ class Saving:
         """Whether `finish` need not wait for this rank."""
         return self._thread is None or not self._thread.is_alive()
 
+    def _write_in_background(self) -> None:
+        if sys.platform == "linux":  # where it is that of the thread, not of the process
+            os.nice(_NICENESS)
+        self._write(num_threads=1)
+
     def write(self) -> None:
         """Write this rank's part; what goes wrong is raised by `finish`."""
+        self._write(num_threads=min(MAX_THREADS, torch.get_num_threads()))
+
+    def _write(self, num_threads: int) -> None:
         try:
+            self._small = self._write_small()
             if self._sharded is not None:
                 self._sharded_parts = self._sharded.write()
-            for (c, name), export in self._exports.items():
-                table = next(t for t in self._collections[c].lookup.tables if t.name == name)
-                file = f"rows/{folder_name(c)}/{folder_name(name)}/{self._rank:05d}.rows"
-                self._files[c, name] = write_rows(self._folder, file, export, table.layout, self._rank)
+            with ThreadPoolExecutor(num_threads) as pool:
+                written = list(pool.map(self._write_table, self._rows))
+            self._files = dict(zip(self._rows, written, strict=True))
             sync_folder(self._folder)
         except Exception as e:  # raised by `finish`, on all ranks
             self._error = e
         finally:
             self._close()
+
+    def _write_table(self, key: tuple[str, str]) -> FileEntry:
+        c, name = key
+        table = next(t for t in self._collections[c].lookup.tables if t.name == name)
+        file = f"rows/{folder_name(c)}/{folder_name(name)}/{self._rank:05d}.rows"
+        return write_rows(self._folder, file, self._rows[key], chunk_rows_of(table), self._rank)
 
     def finish(self) -> Path:
         """Wait until all ranks have written, and make the snapshot visible. Collective; errors as of `save`."""
@@ -202,15 +222,16 @@ class Saving:
                 snapshot.publish(self._root, self._name, self._keep)
 
     def _close(self) -> None:
-        for export in self._exports.values():
-            export.close()
+        for rows in self._rows.values():
+            rows.close()
 
     def _give_up(self) -> None:
         self._close()
         if self._rank == 0:
             snapshot.give_up(self._root, self._name)
 
-    def _small_files(self, model: nn.Module, optimizer: Any, extra: Any) -> tuple[FileEntry | None, FileEntry]:
+    def _copies(self, model: nn.Module, optimizer: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """What this rank has beside rows, and what rank 0 has for all, as it is now."""
         device = next(iter(self._collections.values())).lookup.device
         rates = {} if optimizer is None else contents.learning_rates(optimizer)
         own = {
@@ -219,15 +240,21 @@ class Saving:
             "rates": contents.copy_of(rates, "learning rates"),
             "steps": optimizer_steps(model),
         }
-        entry = write_file(self._folder, f"ranks/{self._rank:05d}.pt", encoded(own), self._rank)
         if self._rank != 0:
-            return None, entry
+            return own, None
         state = None if optimizer is None else contents.optimizer_state(optimizer)
-        dense = {
+        return own, {
             "model": contents.copy_of(dict(dense_tensors(model)), "model"),
             "optimizer": contents.copy_of(state, "optimizer"),
         }
-        return write_file(self._folder, "dense.pt", encoded(dense), 0), entry
+
+    def _write_small(self) -> tuple[FileEntry | None, FileEntry]:
+        own = write_file(self._folder, f"ranks/{self._rank:05d}.pt", encoded(self._own), self._rank)
+        if self._dense is None:
+            return None, own
+        dense = write_file(self._folder, "dense.pt", encoded(self._dense), 0)
+        self._dense = None  # the rows take longer
+        return dense, own
 
 
 def files_of(
@@ -303,7 +330,7 @@ def table_entry(module: ShardedHashCollection, table: ShardTable) -> TableEntry:
 
 def chunk_rows_of(table: ShardTable) -> int:
     """Rows of a chunk of a table's files."""
-    return max(1, CHUNK_BYTES // (table.layout.record_floats * FLOAT_BYTES))
+    return rows_of_chunk(table.layout)
 
 
 def folder_name(name: str) -> str:
@@ -312,8 +339,8 @@ def folder_name(name: str) -> str:
     return safe or "%"
 
 
-def encoded(value: Any) -> bytes:
+def encoded(value: Any) -> memoryview:
     """Tensors and plain values as a file's contents."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return buffer.getvalue()
+    return buffer.getbuffer()

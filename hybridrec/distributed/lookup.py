@@ -35,7 +35,7 @@ from hybridrec.kernels.factory import make_kernel
 from hybridrec.metrics import TableStats
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import Plan, PlanStatus
-from hybridrec.store.row_export import RowChunk, RowExport, export_shard
+from hybridrec.store.row_export import RowChunk, RowExport, ShardRows, export_shard
 from hybridrec.types import SlotArrays
 
 MAX_CORE_THREADS = 8
@@ -308,13 +308,22 @@ class PooledLookup(nn.Module):
         """Write every row that is newer on the device back to the store. No batch may be in flight and not moved."""
         self.log.flush()
 
-    def export_rows(self, table: str, *, above_score: int = 0, chunk_rows: int | None = None) -> RowExport:
+    def export_rows(self, table: str, *, chunk_rows: int | None = None) -> RowExport:
         """This rank's committed rows of a table as they are now; see `export_shard`. Flushes first."""
         self.require_whole()
         self.flush()
         t = self.table_names.index(table)
-        layout = self._tables[t].layout
-        return export_shard(self._group, t, layout, above_score=above_score, chunk_rows=chunk_rows)
+        rows = ShardRows(self._group, t, self._tables[t].layout)
+        return export_shard(rows, chunk_rows=chunk_rows)
+
+    def export_tables(self, *, above_score: int = 0) -> dict[str, ShardRows]:
+        """This rank's committed rows of all tables as they are now; see `ShardRows`. Flushes first, once."""
+        self.require_whole()
+        self.flush()
+        return {
+            table.name: ShardRows(self._group, t, table.layout, above_score=above_score)
+            for t, table in enumerate(self._tables)
+        }
 
     def forget_rows(self, *, ordinal: int, committed: int) -> None:
         """Drop all rows, and go on as after a batch with this ordinal; see `import_rows`.

@@ -97,29 +97,69 @@ class RowExport(Iterator[RowChunk]):
             self.close()
 
 
-def export_shard(
-    group: ShardGroup, table: int, layout: RowStateLayout, *, above_score: int = 0, chunk_rows: int | None = None
-) -> RowExport:
-    """The committed rows of one table of a shard group as they are now, without the batches in flight.
+class ShardRows:
+    """The committed rows of one table of a shard as they were when this was made; each is read once, ascending by id.
+
+    What happens to the table afterwards changes nothing of them. They take memory until they are closed.
+    """
+
+    def __init__(self, group: ShardGroup, table: int, layout: RowStateLayout, *, above_score: int = 0) -> None:
+        """
+        Args:
+            group: Its slots were flushed.
+            table: Index.
+            layout: Of its rows.
+            above_score: Only rows that batches after this ordinal trained.
+
+        Raises:
+            StateError: Slots are newer than the store, or rows of a batch are still to be moved.
+        """
+        self._group, self.layout = group, layout
+        self._handle, self.num_rows = group.export_begin(table, above_score=above_score)
+        self.num_left = self.num_rows
+        """Rows that were not read."""
+        self._is_closed = False
+
+    def read(self, ids_N: Tensor, scores_N: Tensor, records: Tensor) -> None:
+        """The next N rows, without batches in flight.
+
+        Args:
+            ids_N: int64 [N], written; N is at most `num_left`.
+            scores_N: int64 [N], written.
+            records: float32 [N, record], written.
+        """
+        self._group.export_next(self._handle, ids_N, scores_N, records)
+        self.num_left -= len(ids_N)
+
+    def close(self) -> None:
+        """Let go of what was not read; legal at any time."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._group.export_end(self._handle)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            self.close()
+
+
+def export_shard(rows: ShardRows, *, chunk_rows: int | None = None) -> RowExport:
+    """Rows of a shard, chunk by chunk.
 
     Args:
-        group: Its slots were flushed.
-        table: Index.
-        layout: Of its rows.
-        above_score: Only rows that batches after this ordinal trained.
+        rows: Nobody else reads them.
         chunk_rows: Most rows of a chunk; None: as many as make `CHUNK_BYTES`.
-
-    Raises:
-        StateError: Slots are newer than the store, or rows of a batch are still to be moved.
     """
-    if chunk_rows is None:
-        chunk_rows = max(1, CHUNK_BYTES // (layout.record_floats * FLOAT_BYTES))
-    handle, num_rows = group.export_begin(table, above_score=above_score)
+    layout = rows.layout
 
     def read(n: int) -> RowChunk:
         ids_N, scores_N = torch.empty(n, dtype=torch.int64), torch.empty(n, dtype=torch.int64)
         records = torch.empty((n, layout.record_floats), dtype=torch.float32)
-        group.export_next(handle, ids_N, scores_N, records)
+        rows.read(ids_N, scores_N, records)
         return RowChunk.of_records(ids_N, scores_N, records, layout)
 
-    return RowExport(num_rows, chunk_rows, read, lambda: group.export_end(handle))
+    return RowExport(rows.num_rows, rows_of_chunk(layout) if chunk_rows is None else chunk_rows, read, rows.close)
+
+
+def rows_of_chunk(layout: RowStateLayout) -> int:
+    """How many rows make `CHUNK_BYTES`; one at least."""
+    return max(1, CHUNK_BYTES // (layout.record_floats * FLOAT_BYTES))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
 
 from hybridrec import StateError, checkpoint
-from hybridrec.checkpoint import files
+from hybridrec.checkpoint import files, loading
+from hybridrec.distributed.model_parts import dense_tensors
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import build, records_of
 from tests.distributed.pipelines import all_batches, mine
@@ -35,6 +41,10 @@ class Slow:
         self.original(file, data, rows=rows)
 
 
+def dense_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in dense_tensors(dmp)}
+
+
 def save_in_background(scenario: Scenario, path: Path) -> dict[str, Any]:
     slow = Slow()
     dmp, pipeline = build(scenario)
@@ -49,16 +59,18 @@ def save_in_background(scenario: Scenario, path: Path) -> dict[str, Any]:
                 slow.batches += 1
                 if (step + 1) % 8 == 0:
                     pipeline.withdraw()
-                    expected[step + 1] = records_of(dmp)
+                    expected[step + 1] = records_of(dmp), dense_of(dmp)
                 checkpointer.after_batch()
                 dist.barrier()
                 newest = checkpoint.latest(path)
                 seen.append("" if newest is None else newest.name)
-    for step, records in expected.items():
+    for step, (records, dense) in expected.items():
         again, pipeline = build(scenario)
         checkpoint.load(path / f"step_{step:012d}", again, pipeline._optimizer, pipeline=pipeline)
         if records_of(again) != records:
             raise AssertionError(f"the snapshot of step {step} is not the rows of then")
+        if any(not torch.equal(tensor, dense[name]) for name, tensor in dense_of(again).items()):
+            raise AssertionError(f"the snapshot of step {step} is not the dense part of then")
     return {"seen": seen, "final": records_of(dmp)}
 
 
@@ -141,3 +153,70 @@ def test_a_failure_is_raised_on_all_ranks_when_it_is_finished(pools: RankPools, 
     messages = pools[2].run(fail_in_background, SCENARIO, tmp_path)
     assert messages[0] == messages[1] and "No space left on device (on rank 1 of 2)" in messages[0]
     assert checkpoint.latest(tmp_path) is None and list(tmp_path.iterdir()) == []
+
+
+def who_writes(scenario: Scenario, path: Path) -> dict[str, Any]:
+    """Names of written files, each with the niceness of the thread above that of this one."""
+    dmp, pipeline = build(scenario)
+    pipeline.progress(iter(mine(scenario, all_batches(scenario))))
+    original, niceness = files.HashedFile.write, {}
+
+    def write(file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
+        niceness[file._name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        original(file, data, rows=rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.HashedFile, "write", write)
+        saving = checkpoint.Saving(path, dmp, pipeline._optimizer, pipeline=pipeline)
+        at_once = list(niceness)
+        saving.start()
+        while not saving.is_written:
+            time.sleep(0.01)
+        in_background = {name: nice - os.nice(0) for name, nice in niceness.items()}
+        saving.finish()
+    return {"at once": at_once, "in background": in_background}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
+def test_a_thread_that_stands_back_writes_all_files(pools: RankPools, tmp_path: Path) -> None:
+    (found,) = pools[1].run(who_writes, SCENARIO, tmp_path)
+    assert found["at once"] == []  # the steps do not wait for the disk
+    names = found["in background"]
+    assert {"dense.pt", "ranks/00000.pt"} < set(names) and sum(name.startswith("rows/") for name in names) > 1
+    assert set(names.values()) == {10}
+
+
+def save_on_three_threads(scenario: Scenario, path: Path) -> None:
+    dmp, pipeline = build(scenario)
+    pipeline.progress(iter(mine(scenario, all_batches(scenario))))
+    meeting, original = threading.Barrier(3, timeout=20), files.HashedFile.write
+
+    def write(file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
+        if rows:
+            meeting.wait()
+        original(file, data, rows=rows)
+
+    verify, both = loading.verify, threading.Barrier(3, timeout=20)
+
+    def meet_and_verify(folder: Path, file: Any) -> None:
+        if file.rows:
+            both.wait()
+        verify(folder, file)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)  # as many as there are tables
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files.HashedFile, "write", write)
+            patch.setattr(loading, "verify", meet_and_verify)
+            checkpoint.save(path, dmp, pipeline._optimizer, pipeline=pipeline)
+            expected = records_of(dmp)
+            checkpoint.load(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    finally:
+        torch.set_num_threads(threads)
+    if records_of(dmp) != expected:
+        raise AssertionError("rows are not those that were saved")
+
+
+def test_as_many_tables_at_a_time_as_torch_has_threads(pools: RankPools, tmp_path: Path) -> None:
+    pools[1].run(save_on_three_threads, SCENARIO, tmp_path)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from hybridrec import ConfigError, StateError, accumulate_gradients, checkpoint
-from hybridrec.checkpoint.manifest import read_manifest
+from hybridrec.checkpoint.loading import _share
+from hybridrec.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import Records, build, go_on_against_oracle, load_and_go_on, records_of, save_and_go_on
@@ -240,3 +242,18 @@ def test_what_is_no_checkpoint_of_hashed_tables_is_named(pool_1: Any) -> None:
     ((unexpected, saved, loaded),) = pool_1.run(unexpected_keys, ADAM)
     assert unexpected == ["embedding_bags.user.weight"] or unexpected == ["ebc.embedding_bags.user.weight"]
     assert "by itself it is no checkpoint" in saved and "by itself it is no checkpoint" in loaded
+
+
+@pytest.mark.parametrize(("before", "now"), [(3, 3), (1, 3), (4, 2)])
+def test_every_file_is_verified_once_and_at_the_same_number_of_ranks_by_its_own(before: int, now: int) -> None:
+    files = tuple(FileEntry(name=f"{n}", rank=n % before, bytes=100 - n, sha256="") for n in range(12))
+    manifest = Manifest(step=1, world_size=before, collections=(), dense=files[0], ranks=files[1:])
+    shares: list[list[FileEntry]] = []
+    for rank in range(now):
+        ranks: Any = SimpleNamespace(rank=rank, world_size=now)
+        shares.append(_share(manifest, ranks))
+    assert sorted(int(file.name) for share in shares for file in share) == list(range(12))
+    if before == now:
+        assert [{file.rank for file in share} for share in shares] == [{rank} for rank in range(now)]
+    sizes = [sum(file.bytes for file in share) for share in shares]
+    assert max(sizes) - min(sizes) <= 100

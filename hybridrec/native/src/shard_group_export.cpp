@@ -38,7 +38,7 @@ std::pair<uint64_t, size_t> ShardGroup::export_begin(size_t table, uint64_t abov
                      "' are newer in their slots than in the store. Call flush().");
   }
   const std::vector<InFlightJournal> in_flight = in_flight_journals(table);
-  std::unique_ptr<RowSnapshot> snapshot;
+  std::shared_ptr<RowSnapshot> snapshot;
   try {
     snapshot = shard.begin_snapshot(in_flight, static_cast<uint32_t>(above_score));
   } catch (const std::bad_alloc&) {
@@ -59,13 +59,19 @@ ShardGroup::Export& ShardGroup::export_at(uint64_t handle) {
 }
 
 void ShardGroup::export_next(uint64_t handle, size_t num_rows, int64_t* ids, int64_t* scores, float* records) {
-  std::lock_guard lock(mutex_);
-  Export& one = export_at(handle);
-  if (num_rows > one.snapshot->num_left()) {
-    throw std::invalid_argument("export_next: " + std::to_string(num_rows) + " rows were asked for, " +
-                                std::to_string(one.snapshot->num_left()) + " are left.");
+  std::shared_ptr<RowSnapshot> snapshot;  // stays until it is sorted, whoever ends the export meanwhile
+  {
+    std::lock_guard lock(mutex_);
+    snapshot = export_at(handle).snapshot;
   }
-  tables_[one.table]->read_snapshot(*one.snapshot, num_rows, ids, scores, records);
+  snapshot->sort();
+  std::lock_guard lock(mutex_);
+  const Export& one = export_at(handle);
+  if (num_rows > snapshot->num_left()) {
+    throw std::invalid_argument("export_next: " + std::to_string(num_rows) + " rows were asked for, " +
+                                std::to_string(snapshot->num_left()) + " are left.");
+  }
+  tables_[one.table]->read_snapshot(*snapshot, num_rows, ids, scores, records);
 }
 
 void ShardGroup::export_end(uint64_t handle) {

@@ -19,8 +19,9 @@ int64_t key_of(int64_t id) { return static_cast<int64_t>(mix64(static_cast<uint6
 
 }  // namespace
 
-// What the batches in flight did to the table, played back without changing it: see undo().
-std::vector<SnapshotRow> TableShard::committed_rows(std::span<const InFlightJournal> newest_first) const {
+// What the batches in flight did to the table, played back without changing it: see undo(). In no order.
+std::vector<SnapshotRow> TableShard::committed_rows(std::span<const InFlightJournal> newest_first,
+                                                    uint32_t above_score) const {
   std::unordered_map<uint32_t, uint32_t> old_scores;  // of rows that batches in flight use; kInserted: not there
   uint64_t size = ids_.size();
   std::vector<SnapshotRow> restored;
@@ -40,26 +41,24 @@ std::vector<SnapshotRow> TableShard::committed_rows(std::span<const InFlightJour
       const IdEntry* entry = ids_.find(evicted.key);
       const bool is_live = entry != nullptr && !(old_scores.contains(entry->row) && old_scores[entry->row] == kInserted);
       if ((batch.is_before_committed && size >= spec_.max_rows) || is_live || !restored_keys.insert(evicted.key).second) continue;
-      restored.push_back({id_of(evicted.key), evicted.row, evicted.score});
+      if (evicted.score > above_score) restored.push_back({id_of(evicted.key), evicted.row, evicted.score});
       ++size;
     }
   }
   std::vector<SnapshotRow> rows = std::move(restored);
-  rows.reserve(size);
+  if (above_score == 0) rows.reserve(size);
   ids_.for_each([&](const IdEntry& entry) {
     const auto found = old_scores.empty() ? old_scores.end() : old_scores.find(entry.row);
     const uint32_t score = found == old_scores.end() ? entry.score : found->second;
-    if (score != kInserted) rows.push_back({id_of(entry.key), entry.row, score});
+    if (score != kInserted && score > above_score) rows.push_back({id_of(entry.key), entry.row, score});
   });
-  std::sort(rows.begin(), rows.end(), [](const SnapshotRow& a, const SnapshotRow& b) { return a.id < b.id; });
   return rows;
 }
 
-std::unique_ptr<RowSnapshot> TableShard::begin_snapshot(std::span<const InFlightJournal> newest_first,
+std::shared_ptr<RowSnapshot> TableShard::begin_snapshot(std::span<const InFlightJournal> newest_first,
                                                         uint32_t above_score) {
-  std::vector<SnapshotRow> rows = committed_rows(newest_first);
-  std::erase_if(rows, [&](const SnapshotRow& row) { return row.score <= above_score; });
-  auto snapshot = std::make_unique<RowSnapshot>(budget_, std::move(rows), next_unused_row_);
+  auto snapshot =
+      std::make_shared<RowSnapshot>(budget_, committed_rows(newest_first, above_score), next_unused_row_);
   snapshots_.push_back(snapshot.get());
   return snapshot;
 }
@@ -148,9 +147,10 @@ std::vector<int64_t> TableShard::take_removed(std::span<const TableJournal* cons
     std::erase_if(removed, [&](int64_t id) { return ids_.find(key_of(id)) != nullptr; });
     return removed;
   }
-  const std::vector<SnapshotRow> rows = committed_rows(newest_first);
+  std::vector<SnapshotRow> rows = committed_rows(newest_first, 0);
+  std::ranges::sort(rows, {}, &SnapshotRow::id);
   std::erase_if(removed, [&](int64_t id) {
-    return std::ranges::binary_search(rows, id, {}, [](const SnapshotRow& row) { return row.id; });
+    return std::ranges::binary_search(rows, id, {}, &SnapshotRow::id);
   });
   return removed;
 }

@@ -223,9 +223,11 @@ Refusal TableShard::make_rows(const int64_t* ids, size_t num_rows, std::vector<u
   rows.reserve(num_rows);
   inserted.reserve(num_rows);
   const bool fits = allocate_chunks([&] {
+    const auto key_at = [&](size_t i) { return static_cast<int64_t>(mix64(static_cast<uint64_t>(ids[i]))); };
     for (size_t i = 0; i < num_rows; ++i) {
+      prefetch_for_write(ids_.home(key_at(std::min(i + kKeysAhead, num_rows - 1))));
       const uint64_t before = ids_.size();
-      const IdEntry* entry = find_or_insert(static_cast<int64_t>(mix64(static_cast<uint64_t>(ids[i]))), refusal);
+      const IdEntry* entry = find_or_insert(key_at(i), refusal);
       if (entry == nullptr) return false;
       rows.push_back(entry->row);
       if (ids_.size() != before) inserted.push_back(entry->row);

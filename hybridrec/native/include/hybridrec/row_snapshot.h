@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <new>
 #include <unordered_map>
 #include <utility>
@@ -24,7 +25,7 @@ struct SnapshotRow {
 
 class RowSnapshot {
  public:
-  // `rows`: in the order of reading. Throws std::bad_alloc if the budget refuses what they take.
+  // `rows`: in any order. Throws std::bad_alloc if the budget refuses what they take.
   RowSnapshot(Budget& budget, std::vector<SnapshotRow> rows, uint32_t num_row_numbers)
       : budget_(budget), rows_(std::move(rows)), is_waiting_((num_row_numbers + 63) / 64) {
     for (const SnapshotRow& row : rows_) is_waiting_[row.row / 64] |= bit(row.row);
@@ -34,6 +35,12 @@ class RowSnapshot {
   RowSnapshot(const RowSnapshot&) = delete;  // its memory is accounted once
   RowSnapshot& operator=(const RowSnapshot&) = delete;
   ~RowSnapshot() { budget_.give_back(bytes_); }
+
+  // To be called before rows are read: puts them into the order of reading, ascending by id. It takes long, and needs no
+  // lock: who writes rows back does not look at the list.
+  void sort() {
+    std::call_once(is_sorted_, [this] { std::ranges::sort(rows_, {}, &SnapshotRow::id); });
+  }
 
   size_t size() const { return rows_.size(); }
   size_t num_left() const { return rows_.size() - next_; }
@@ -69,6 +76,7 @@ class RowSnapshot {
 
   Budget& budget_;
   std::vector<SnapshotRow> rows_;
+  std::once_flag is_sorted_;
   std::vector<uint64_t> is_waiting_;  // a bit a row number
   std::unordered_map<uint32_t, std::vector<float>> kept_;
   size_t next_ = 0;

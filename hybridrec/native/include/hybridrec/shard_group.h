@@ -110,7 +110,7 @@ class ShardGroup {
   using Batches = std::deque<std::unique_ptr<Batch>>;
   struct Export {
     size_t table;
-    std::unique_ptr<RowSnapshot> snapshot;
+    std::shared_ptr<RowSnapshot> snapshot;
   };
 
   TableShard& table_at(size_t table);

@@ -161,11 +161,11 @@ class TableShard {
   // Rows of these batches are not evicted by the next plan: batches aside have no pins that would keep them.
   void keep_rows_of(std::vector<const TableJournal*> journals) { kept_ = std::move(journals); }
 
-  // The rows as they would be if all batches in flight were undone, newest first; ascending by id; those whose score is
-  // above `above_score`. No slot is dirty. Must be ended before the shard goes.
-  std::unique_ptr<RowSnapshot> begin_snapshot(std::span<const InFlightJournal> newest_first, uint32_t above_score);
+  // The rows as they would be if all batches in flight were undone, newest first; those whose score is above
+  // `above_score`. No slot is dirty. Must be ended before the shard goes.
+  std::shared_ptr<RowSnapshot> begin_snapshot(std::span<const InFlightJournal> newest_first, uint32_t above_score);
   void end_snapshot(const RowSnapshot* snapshot);
-  // The next rows of a snapshot.
+  // The next rows of a snapshot that is sorted.
   void read_snapshot(RowSnapshot& snapshot, size_t num_rows, int64_t* ids, int64_t* scores, float* records) const;
   // Inserts or replaces rows, whose records go to the store; no batch is in flight. Refused, nothing changed.
   Refusal import_rows(const int64_t* ids, const int64_t* scores, const float* records, size_t num_rows);
@@ -221,7 +221,7 @@ class TableShard {
   void write_staged_record(uint32_t row, const float* record);
   void write_initial_record(uint32_t row);
   void require_stored(uint32_t row) const;
-  std::vector<SnapshotRow> committed_rows(std::span<const InFlightJournal> newest_first) const;
+  std::vector<SnapshotRow> committed_rows(std::span<const InFlightJournal> newest_first, uint32_t above_score) const;
   void read_stored(uint32_t row, float* out) const;
   void keep_for_snapshots(uint32_t row);
   Refusal make_rows(const int64_t* ids, size_t num_rows, std::vector<uint32_t>& rows);
