@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from tests.checkpoint.strikes import Strike
 ROOT = Path(__file__).parents[2]
 JOB_SECONDS = 400.0
 """On a busy machine; a job takes seconds."""
-DATA = "--device cpu --data powerlaw --rows 40000 --ids 4000 --features 3 --batch-size 128 --workers 0"
+DATA = "--device cpu --data powerlaw --rows 40000 --ids 4000 --exponent 0.3 --features 3 --batch-size 128 --workers 0"
 
 
 @dataclass(kw_only=True)
@@ -26,7 +29,9 @@ class Job:
     """One start of torchrun."""
 
     process: subprocess.Popen[bytes]
-    log: Path
+    folder: Path
+    log_from: int
+    """Where in the log its part begins."""
 
     def wait(self) -> int:
         """Its exit status; what it started is gone then."""
@@ -35,15 +40,19 @@ class Job:
         finally:
             self.end()
 
+    def log(self) -> str:
+        """What the launcher and its ranks said."""
+        return (self.folder / "log").read_bytes()[self.log_from :].decode(errors="replace")
+
     def end(self) -> None:
-        """Kill what is left: torchrun and its ranks are a session of their own, each rank a group."""
-        listed = subprocess.run(["ps", "-s", str(self.process.pid), "-o", "pid="], capture_output=True, text=True)
-        for pid in map(int, listed.stdout.split()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:  # it ended meanwhile
-                continue
+        """Kill what is left."""
+        self.process.kill()
         self.process.wait()
+        for path in self.folder.glob("pid_*"):
+            with contextlib.suppress(OSError):  # it is gone
+                pid = int(path.read_text())
+                if str(self.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # and not another one's now
+                    os.kill(pid, signal.SIGKILL)
 
 
 def start(
@@ -57,14 +66,17 @@ def start(
     """Start a module on so many ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
+    for path in folder.glob("pid_*"):
+        path.unlink()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command = [sys.executable, *launcher, f"--max-restarts={max_restarts}", "--monitor-interval=0.05", "-m", module]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with open(log, "a") as out:
-        process = subprocess.Popen(
-            [*command, *arguments], cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
-        )
-    return Job(process=process, log=log)
+    if max_restarts:  # docs/checkpoint.md says why
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with open(log, "ab") as out:
+        log_from = out.tell()
+        process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment, stdout=out, stderr=out)
+    return Job(process=process, folder=folder, log_from=log_from)
 
 
 def start_demo(
@@ -79,6 +91,15 @@ def start_demo(
     told = [str(folder), json.dumps([asdict(s) for s in strikes]), "background" if in_background else "foreground"]
     given = [*DATA.split(), "--snapshots", str(snapshots), "--picture", str(folder / "picture.png"), *options]
     return start(folder, "tests.checkpoint.struck_demo", [*told, *given, "--resume"], **kwargs)
+
+
+@functools.cache
+def uninterrupted(root: Path, world_size: int, *options: str) -> list[dict[str, Any]]:
+    """What each rank of the demo computes if nothing happens. In a folder of its own below ``root``."""
+    folder = root / f"uninterrupted_{world_size}_{'_'.join(options)}"
+    job = start_demo(folder, folder / "snapshots", *options, world_size=world_size)
+    assert job.wait() == 0, job.log()
+    return end_of(folder, world_size)
 
 
 def strikes_in(folder: Path) -> list[dict[str, Any]]:
@@ -99,8 +120,9 @@ def losses_in(folder: Path, rank: int) -> dict[int, set[str]]:
 
 def end_of(folder: Path, world_size: int) -> list[dict[str, Any]]:
     """What each rank computed: its end, and every batch's loss."""
+    auc = re.findall(r"held-out AUC: ([0-9.]+)", (folder / "log").read_text(errors="replace"))
     ends = [json.loads((folder / f"end_{rank}.json").read_text()) for rank in range(world_size)]
-    return [end | {"losses": losses_in(folder, rank)} for rank, end in enumerate(ends)]
+    return [end | {"auc": auc[-1:], "losses": losses_in(folder, rank)} for rank, end in enumerate(ends)]
 
 
 def times_trained(folder: Path, rank: int = 0) -> Counter[int]:

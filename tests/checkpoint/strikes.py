@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrec.cache.swap import HostMemorySwapper
-from hybridrec.checkpoint import files, save, snapshot
+from hybridrec.checkpoint import files, saving, snapshot
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
@@ -28,7 +28,7 @@ def _is_of_rows(file: files.HashedFile, *args: Any, **kwargs: Any) -> bool:
 
 
 def _is_manifest(folder: Path, name: str, *args: Any) -> bool:
-    return name == save.MANIFEST
+    return name == saving.MANIFEST
 
 
 def _always(*args: Any, **kwargs: Any) -> bool:
@@ -53,7 +53,7 @@ SAVING: dict[str, tuple[Any, str, Matches]] = {
 }
 SAVING_BY_RANK_0: dict[str, tuple[Any, str, Matches]] = {
     "begin": (snapshot, "begin", _always),
-    "manifest": (save, "write_file", _is_manifest),
+    "manifest": (saving, "write_file", _is_manifest),
     "publish": (snapshot, "publish", _always),
     "latest": (snapshot, "replace_file", _always),
     "remove": (snapshot, "remove_folder", _always),
@@ -148,7 +148,7 @@ def drawn(rng: random.Random, stage: str, target: str, world_size: int, **kwargs
         return Strike(stage=stage, when=rng.random() / 2, rank=rng.randrange(world_size), target=target, **kwargs)
     return Strike(
         stage=stage,
-        number=rng.randint(1, often.get(stage, 5)),
+        number=rng.randint(1, often.get(stage, 15)),
         when=rng.choice((0.0, rng.random(), 1.0)),
         rank=0 if stage in SAVING_BY_RANK_0 else rng.randrange(world_size),
         target=target,

@@ -42,8 +42,9 @@ def write_losses(folder: Path, rank: int) -> None:
     def progress(pipeline: HybridTrainPipelineSparseDist, iterator: Any) -> Any:
         result = original(pipeline, iterator)
         if pipeline._model.training:
+            loss = result[0] if isinstance(result, tuple) else result
             with open(folder / f"losses_{rank}", "a") as file:
-                file.write(f"{pipeline.batches_committed} {result[0].item().hex()}\n")
+                file.write(f"{pipeline.batches_committed} {loss.item().hex()}\n")
         return result
 
     HybridTrainPipelineSparseDist.progress = progress  # type: ignore[method-assign]
@@ -70,18 +71,16 @@ def digest_of(value: Any) -> str:
     return digest.hexdigest()
 
 
-def write_end(folder: Path, rank: int, pipeline: HybridTrainPipelineSparseDist, model: Any) -> None:
+def end_of_training(pipeline: HybridTrainPipelineSparseDist, model: Any) -> dict[str, Any]:
     """What training ended with, on this rank."""
     pipeline.withdraw()
-    end = {
+    return {
         "batches": pipeline.batches_committed,
         "rows": digest_of(records_of(model)),
-        "num_rows": sum(len(table) for table in records_of(model).values()),
+        "written_back": sum(stats.write_backs for stats in model.module.ebc.stats()) > 0,
         "dense": digest_of(dict(dense_tensors(model))),
         "optimizer": digest_of(contents.optimizer_state(pipeline._optimizer)),
-        "random": digest_of(torch.get_rng_state()),
     }
-    (folder / f"end_{rank}.json").write_text(json.dumps(end))
 
 
 def watch_demo(folder: Path, rank: int, *, in_background: bool) -> None:
@@ -91,7 +90,7 @@ def watch_demo(folder: Path, rank: int, *, in_background: bool) -> None:
     original = main.evaluate
 
     def evaluate(pipeline: Any, model: Any, *args: Any) -> Any:
-        write_end(folder, rank, pipeline, model)
+        (folder / f"end_{rank}.json").write_text(json.dumps(end_of_training(pipeline, model)))
         return original(pipeline, model, *args)
 
     main.evaluate = evaluate
