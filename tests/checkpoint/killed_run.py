@@ -65,10 +65,10 @@ def kill_at(stage: str, number: int) -> None:
     setattr(owner, name, call)
 
 
-def run(path: Path) -> dict[str, Any]:
-    """Train to the end, saving every four batches; the end as digests."""
+def run(path: Path, **kwargs: Any) -> dict[str, Any]:
+    """Train to the end, saving every four batches; the end as digests. ``kwargs``: of `Checkpointer`."""
     dmp, pipeline = build(SCENARIO)
-    with Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=4, keep=2) as checkpointer:
+    with Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=4, keep=2, **kwargs) as checkpointer:
         first = checkpointer.resume()
         batches = iter(mine(SCENARIO, all_batches(SCENARIO)[first:]))
         losses = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrec.cache.swap import HostMemorySwapper
-from hybridrec.checkpoint import files, saving, snapshot
+from hybridrec.checkpoint import Checkpointer, exchange, files, saving, snapshot
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
@@ -58,8 +58,13 @@ SAVING_BY_RANK_0: dict[str, tuple[Any, str, Matches]] = {
     "latest": (snapshot, "replace_file", _always),
     "remove": (snapshot, "remove_folder", _always),
 }
+TALKING: dict[str, tuple[Any, str, Matches]] = {
+    "told": (exchange.Ranks, "gather", _always),
+    "agree": (Checkpointer, "_agree", _always),
+}
+"""Where a rank that dies leaves the others waiting."""
 LOADING: dict[str, tuple[Any, str, Matches]] = {"import": (ShardGroup, "import_rows", _always)}
-STAGES = TRAINING | SAVING | SAVING_BY_RANK_0 | LOADING
+STAGES = TRAINING | SAVING | SAVING_BY_RANK_0 | LOADING | TALKING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +139,7 @@ class Striker:
             if self._is_over:
                 return
             self._is_over = True
-            told = asdict(self._strike) | {"position": position, "call": self._calls}
+            told = asdict(self._strike) | {"position": position, "call": self._calls, "time": time.time()}
             with open(self._folder / "strikes", "a") as file:
                 file.write(json.dumps(told) + "\n")
             for pid in self._pids(self._strike.target):
