@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybridrec.checkpoint.checkpointer import Checkpointer
     from hybridrec.checkpoint.delta_writer import DeltaWriter
     from hybridrec.checkpoint.follower import Follower, follow
+    from hybridrec.checkpoint.load_planner import HashedLoadPlanner
     from hybridrec.checkpoint.loading import Loaded, load
     from hybridrec.checkpoint.parquet import export_parquet
     from hybridrec.checkpoint.plain_collections import to_embedding_bag_collection, to_embedding_collection
@@ -28,6 +29,7 @@ __all__ = [
     "Checkpointer",
     "DeltaWriter",
     "Follower",
+    "HashedLoadPlanner",
     "ImportedTable",
     "Loaded",
     "RecsdkImport",
@@ -51,6 +53,7 @@ _MODULE_OF_NAME = {
     "Checkpointer": "checkpointer",
     "DeltaWriter": "delta_writer",
     "Follower": "follower",
+    "HashedLoadPlanner": "load_planner",
     "ImportedTable": "recsdk",
     "Loaded": "loading",
     "RecsdkImport": "recsdk",

@@ -19,15 +19,18 @@ from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.saving import MAX_THREADS, table_entry
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
+from hybridrec.distributed.column_parts import columns_of, covering, recut
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.rows_state_dict import owner_of
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.sharded_tensors import reload, set_optimizer_steps
 from hybridrec.distributed.watchdog import watched
-from hybridrec.errors import ConfigError
-from hybridrec.store.row_export import RowChunk
+from hybridrec.errors import ConfigError, StateError
+from hybridrec.store.row_export import RowChunk, side_by_side
 from hybridrec.store.row_state_layout import RowStateLayout
+
+_WHERE = "the snapshot"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +94,10 @@ class _Reader:
 
     def read(self, path: str | Path, model: nn.Module, optimizer: Any, pipeline: Any) -> Loaded:
         ranks = self._ranks
-        mine = {name: module.lookup.table_names for name, module in self._collections.items()}
-        everyone = ranks.gather(mine)  # tables, or columns of them, may be on single ranks
-        names = {name: {table for one in everyone for table in one[name]} for name in mine}
         with ranks.together():
             folder = snapshot.resolve(path)
             manifest = read_manifest(folder)
-            self._check_tables(manifest, names)
+            self._check_tables(manifest)
         digests = set(ranks.gather(manifest.digest))
         with ranks.together():
             if len(digests) > 1:
@@ -140,15 +140,22 @@ class _Reader:
 
     # ---- what must hold before anything changes ----------------------------------------------------------------------
 
-    def _check_tables(self, manifest: Manifest, names: dict[str, set[str]]) -> None:
+    def _check_tables(self, manifest: Manifest) -> None:
         saved = {c.name: c for c in manifest.collections}
         _check_names("collections", saved, self._collections)
         for name, module in self._collections.items():
-            tables = {t.name: table_entry(module, t) for t in module.lookup.tables}
-            saved_tables = {t.name: t for t in saved[name].tables}
-            _check_names(f"tables of collection {name!r}", saved_tables, names[name])
-            for table, now in tables.items():
-                _check_table(saved_tables[table], now)
+            entries = {t.name: t for t in saved[name].tables}
+            columns: dict[str, list[TableEntry]] = {}
+            for entry in entries.values():
+                table, _, _ = columns_of(entry.name, [c.name for c in module.table_configs])
+                columns.setdefault(table, []).append(entry)
+            configs = {c.name: c for c in module.table_configs}
+            _check_names(f"tables of collection {name!r}", columns, configs)
+            for config in configs.values():
+                _check_columns(config.name, columns[config.name], config.embedding_dim)
+            for part, table_now in zip(module.parts, module.lookup.tables, strict=True):
+                for source in covering(part, entries, _WHERE):
+                    _check_table(entries[source.name], table_entry(module, table_now))
 
     def _check_dense(self, model: nn.Module, optimizer: Any, dense: dict[str, Any]) -> None:
         tensors = dict(dense_tensors(model))
@@ -205,13 +212,20 @@ class _Reader:
     ) -> None:
         lookup = module.lookup
         lookup.forget_rows(ordinal=saved.ordinal, committed=saved.batches_committed)
-        for table in lookup.tables:
-            entry = next(t for t in saved.tables if t.name == table.name)
-            is_row_wise = module.owner_of_table(table.name) is None
-            for file in entry.files:
-                if is_row_wise and entry.is_row_wise and not self._may_have_mine(file, manifest.world_size):
+        entries = {t.name: t for t in saved.tables}
+        for part, table in zip(module.parts, lookup.tables, strict=True):
+            sources = covering(part, entries, _WHERE)
+            is_row_wise = part.owner is None
+            for files in zip(*(entries[source.name].files for source in sources), strict=True):
+                is_of_all = entries[sources[0].name].is_row_wise
+                if is_row_wise and is_of_all and not self._may_have_mine(files[0], manifest.world_size):
                     continue
-                for rows in read_rows(folder, entry, file, table.layout):
+                streams = [
+                    read_rows(folder, entries[source.name], file, source.layout(table.layout))
+                    for source, file in zip(sources, files, strict=True)
+                ]
+                for chunks in side_by_side(streams):
+                    rows = recut(list(zip(sources, chunks, strict=True)), part, table.layout)
                     lookup.import_rows(table.name, self._mine(rows, table.layout) if is_row_wise else rows)
 
     def _may_have_mine(self, file: FileEntry, saved_world_size: int) -> bool:
@@ -253,9 +267,21 @@ def _check_names(what: str, saved: Any, now: Any) -> None:
         )
 
 
+def _check_columns(table: str, saved: list[TableEntry], dim: int) -> None:
+    """What was saved of one table, against its columns now."""
+    if sum(entry.dim for entry in saved) != dim:
+        raise ConfigError(
+            f"table {table!r}: embedding_dim is {sum(entry.dim for entry in saved)} in the snapshot "
+            f"({sorted(entry.name for entry in saved)}) and {dim} in the model. Load it into the model that it was "
+            "saved from."
+        )
+    rows = {entry.name: entry.rows for entry in saved}
+    if len(set(rows.values())) > 1:
+        raise StateError(f"the snapshot has columns of one table with different rows: {rows}. Load another snapshot.")
+
+
 def _check_table(saved: TableEntry, now: TableEntry) -> None:
     pairs = {
-        "embedding_dim": (saved.dim, now.dim),
         "data_type": (saved.row_type, now.row_type),
         "optimizer": (saved.optimizer["kind"], now.optimizer["kind"]),
         "optimizer states": ([n for n, _ in saved.states], [n for n, _ in now.states]),

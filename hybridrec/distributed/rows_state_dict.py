@@ -9,22 +9,26 @@ for another's: ``{collection}.rows.{table}.rank_{r}_of_{W}.ids``, ``.scores``, `
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrec.backend import HOST
+from hybridrec.distributed.column_parts import covering, recut
 from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.distributed.routing import TablePart
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.errors import ConfigError
 from hybridrec.native import mix64
 from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
+from hybridrec.store.row_state_layout import RowStateLayout
 
 WHOLE = "whole"
 """In the keys of a table that one rank has."""
+_TABLE = re.compile(r"rows\.(.+)\.(?:rank_\d+_of_\d+|whole)\.ids", re.DOTALL)
 _PROGRESS = re.compile(r"progress\.rank_(\d+)_of_(\d+)")
 
 
@@ -41,13 +45,13 @@ def put_rows(
     prefix: str,
     rank: int,
     size: int,
-    row_wise: Collection[str],
+    parts: Sequence[TablePart],
 ) -> None:
     """Add this rank's committed rows to a state_dict, as copies in host memory; arguments as of `take_rows`."""
     who = f"rank_{rank}_of_{size}"
-    for table in lookup.tables:
+    for part, table in zip(parts, lookup.tables, strict=True):
         chunks = list(lookup.export_rows(table.name))
-        where = f"{prefix}rows.{table.name}.{who if table.name in row_wise else WHOLE}"
+        where = f"{prefix}rows.{table.name}.{who if part.owner is None else WHOLE}"
         none = torch.empty(0, dtype=torch.int64)
         destination[f"{where}.ids"] = torch.cat([none, *(c.ids_N for c in chunks)])
         destination[f"{where}.scores"] = torch.cat([none, *(c.scores_N for c in chunks)])
@@ -68,8 +72,14 @@ def is_of_rows(key: str, prefix: str) -> bool:
     return key.startswith((f"{prefix}rows.", f"{prefix}progress."))
 
 
+def collections_in(keys: Iterable[Any]) -> list[str]:
+    """What the keys of each collection begin with, of those in a state_dict for which `put_rows` was called."""
+    found = (re.fullmatch(rf"((?:.*\.)?){_PROGRESS.pattern}", str(key), re.DOTALL) for key in keys)
+    return sorted({m[1] for m in found if m is not None})
+
+
 def take_rows(
-    lookup: PooledLookup, state: Mapping[str, Any], prefix: str, rank: int, size: int, row_wise: Collection[str]
+    lookup: PooledLookup, state: Mapping[str, Any], prefix: str, rank: int, size: int, parts: Sequence[TablePart]
 ) -> None:
     """Replace all rows by those of a state_dict: what this rank saved, or what is its own of what all ranks saved.
 
@@ -79,30 +89,45 @@ def take_rows(
         prefix: Of the collection's keys.
         rank: This one.
         size: W.
-        row_wise: Tables of which this rank has the rows of the ids that hash to it.
+        parts: Of tables, in the order of the lookup: who has their rows.
 
     Raises:
         ConfigError: Rows of a rank or table are missing, or have another width. Nothing changed.
-        StateError: A batch is in flight. Nothing changed.
+        StateError: A batch is in flight, or columns of a table have different ids. Nothing changed.
     """
     sources = _sources(state, prefix, rank, size)
-    parts = {}
-    for table in lookup.tables:
-        where = f"{prefix}rows.{table.name}"
-        if f"{where}.{WHOLE}.ids" in state:
-            parts[table.name] = [_part(state, f"{where}.{WHOLE}", table)]
-            continue
-        if table.name not in row_wise:
-            _require_all(sources, f"{where}: one rank has it now, and")
-        parts[table.name] = [_part(state, f"{where}.rank_{r}_of_{w}", table) for r, w in sources]
+    found = [
+        list(_rows_of(part, table, state, prefix, sources)) for part, table in zip(parts, lookup.tables, strict=True)
+    ]
     progress = [state[f"{prefix}progress.rank_{r}_of_{w}"].tolist() for r, w in sources]
     ordinal, committed = (max(values) for values in zip(*progress, strict=True))
     lookup.forget_rows(ordinal=int(ordinal), committed=int(committed))
-    for table in lookup.tables:
-        for ids_N, scores_N, records in parts[table.name]:
-            mine = owner_of(ids_N, size) == rank if table.name in row_wise else torch.ones_like(ids_N, dtype=torch.bool)
-            rows = RowChunk.of_records(ids_N[mine], scores_N[mine], records[mine], table.layout)
+    for part, table, chunks in zip(parts, lookup.tables, found, strict=True):
+        for rows in chunks:
+            if part.owner is None:
+                mine = owner_of(rows.ids_N, size) == rank
+                records = rows.records(table.layout)[mine]
+                rows = RowChunk.of_records(rows.ids_N[mine], rows.scores_N[mine], records, table.layout)
             lookup.import_rows(table.name, rows)
+
+
+def _rows_of(
+    part: TablePart, table: ShardTable, state: Mapping[str, Any], prefix: str, sources: list[tuple[int, int]]
+) -> Iterator[RowChunk]:
+    """What the sources have of a part of a table, with its columns."""
+    saved = (_TABLE.fullmatch(key.removeprefix(prefix)) for key in state if key.startswith(f"{prefix}rows."))
+    columns = covering(part, {m[1] for m in saved if m is not None}, "the state_dict")
+    streams = []
+    for one in columns:
+        where, layout = f"{prefix}rows.{one.name}", one.layout(table.layout)
+        if f"{where}.{WHOLE}.ids" in state:
+            streams.append([_chunk(state, f"{where}.{WHOLE}", table, layout)])
+            continue
+        if part.owner is not None:
+            _require_all(sources, f"{where}: one rank has it now, and")
+        streams.append([_chunk(state, f"{where}.rank_{r}_of_{w}", table, layout) for r, w in sources])
+    for chunks in zip(*streams, strict=True):
+        yield recut(list(zip(columns, chunks, strict=True)), part, table.layout)
 
 
 def _sources(state: Mapping[str, Any], prefix: str, rank: int, size: int) -> list[tuple[int, int]]:
@@ -130,7 +155,7 @@ def _require_all(ranks: list[tuple[int, int]], where: str) -> None:
         )
 
 
-def _part(state: Mapping[str, Any], where: str, table: ShardTable) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk(state: Mapping[str, Any], where: str, table: ShardTable, layout: RowStateLayout) -> RowChunk:
     try:
         ids_N, scores_N, records = (
             state[f"{where}.{what}"].to(HOST) for what in ("ids", "scores", _records_name(table))
@@ -140,10 +165,10 @@ def _part(state: Mapping[str, Any], where: str, table: ShardTable) -> tuple[Tens
             f"load_state_dict: the state_dict has no {e.args[0]!r}. Load what was saved whole, into tables of the same "
             "data_type."
         ) from None
-    if records.shape != (len(ids_N), table.layout.record_floats):
+    if records.shape != (len(ids_N), layout.record_floats):
         raise ConfigError(
             f"load_state_dict: {where}.records has shape {list(records.shape)}, table {table.name!r} has records of "
-            f"{table.layout.record_floats} floats (embedding_dim={table.layout.dim} and the states of "
+            f"{layout.record_floats} floats (embedding_dim={layout.dim} and the states of "
             f"{table.optimizer.kind!r}). Load it into the model that it was saved from."
         )
-    return ids_N, scores_N, records
+    return RowChunk.of_records(ids_N, scores_N, records, layout)

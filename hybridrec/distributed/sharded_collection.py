@@ -398,7 +398,7 @@ class ShardedHashCollection(
         """This rank's rows; see `rows_state_dict`. Collective, since what a pipeline prepared is taken back."""
         self.take_back_prepared()
         rank, size = self._host_group.rank(), self._host_group.size()
-        put_rows(self._lookups[0], destination, prefix, rank, size, self._row_wise_tables())
+        put_rows(self._lookups[0], destination, prefix, rank, size, self.parts)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
@@ -406,12 +406,9 @@ class ShardedHashCollection(
         """Replace all rows. Raises `ConfigError` if they are not those of this model."""
         self.take_back_prepared()
         rank, size = self._host_group.rank(), self._host_group.size()
-        take_rows(self._lookups[0], state_dict, prefix, rank, size, self._row_wise_tables())
+        take_rows(self._lookups[0], state_dict, prefix, rank, size, self.parts)
         _, unexpected, _ = lists
         unexpected += [key for key in state_dict if key.startswith(prefix) and not is_of_rows(key, prefix)]
-
-    def _row_wise_tables(self) -> set[str]:
-        return {part.name for part in self._routing.parts if part.owner is None}
 
     def _create_parameters(self, lookup: PooledLookup) -> None:
         """``{TABLES_NAME}.{table}.weight`` (views of the slots) and the fused optimizer over them.

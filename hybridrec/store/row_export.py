@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,14 @@ class RowChunk:
         weights_ND = layout.row_type.values(records[:, slices["weights"]], layout.dim)
         return cls(ids_N=ids_N, scores_N=scores_N, weights_ND=weights_ND, states=states)
 
+    def part(self, begin: int, end: int) -> RowChunk:
+        """Rows begin to end, as views."""
+        rows = slice(begin, end)
+        states = {name: state[rows] for name, state in self.states.items()}
+        return RowChunk(
+            ids_N=self.ids_N[rows], scores_N=self.scores_N[rows], weights_ND=self.weights_ND[rows], states=states
+        )
+
     def records(self, layout: RowStateLayout) -> Tensor:
         """float32 [N, record], contiguous: what `of_records` was given, or a copy."""
         whole = self.weights_ND._base
@@ -51,6 +59,19 @@ class RowChunk:
             part = self.states[state.name]
             records[:, slices[state.name]] = part.unsqueeze(1) if state.is_row_wise else part
         return records
+
+
+def side_by_side(streams: Sequence[Iterator[RowChunk]]) -> Iterator[list[RowChunk]]:
+    """Chunks of several streams of equally many rows, cut so that those that come together have equally many."""
+    heads = [next(stream, None) for stream in streams]
+    while all(head is not None for head in heads):
+        found = [head for head in heads if head is not None]
+        n = min(len(head.ids_N) for head in found)
+        yield [head.part(0, n) for head in found]
+        heads = [
+            head.part(n, len(head.ids_N)) if n < len(head.ids_N) else next(stream, None)
+            for head, stream in zip(found, streams, strict=True)
+        ]
 
 
 class RowExport(Iterator[RowChunk]):

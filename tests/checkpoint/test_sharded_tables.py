@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from hybridrec import ConfigError, HybridRecError, StateError, checkpoint
 from hybridrec.checkpoint import __main__ as tool
 from hybridrec.checkpoint.manifest import MANIFEST, digest_of, read_manifest
-from hybridrec.checkpoint.sharded import ShardedReader
+from hybridrec.checkpoint.sharded import ShardedReader, ShardedWriter
 from tests.checkpoint.mixed import DIM, MOVED, PLAN, ROWS, build, kernels_of, same, tensors_of, train
 from tests.ranks import RankPool, RankPools
 
@@ -199,6 +200,29 @@ def test_an_altered_shard_is_refused_by_its_name(pools: RankPools, tmp_path: Pat
     file.write_bytes(data)
     for text in pools[2].run(refusal, tmp_path):
         assert text.startswith("StateError") and "sharded/__1_0.distcp is damaged" in text
+
+
+def save_on_a_full_disk(path: Path) -> tuple[str, bool, list[str]]:
+    """(error, whether training went on as a run that did not save, what is left in the folder)."""
+    dmp, fused = build()
+    train(dmp, fused, range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(ShardedWriter, "write", _no_space)
+        with pytest.raises(HybridRecError) as caught:
+            checkpoint.save(path, dmp, fused)
+    losses, (other, other_fused) = train(dmp, fused, range(2, 4)), build()
+    return str(caught.value), losses == train(other, other_fused, range(4))[2:], sorted(p.name for p in path.iterdir())
+
+
+def _no_space(self: ShardedWriter) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "sharded/__1_0.distcp")
+
+
+def test_a_full_disk_fails_on_all_ranks_and_leaves_nothing(pools: RankPools, tmp_path: Path) -> None:
+    for text, goes_on, left in pools[2].run(save_on_a_full_disk, tmp_path):
+        assert "No space left on device (on rank 1 of 2)" in text and goes_on
+        assert not [name for name in left if name.startswith(("step", ".unfinished"))]
 
 
 def test_the_tool_names_them_and_what_differs(
