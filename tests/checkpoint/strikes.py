@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -91,7 +92,8 @@ class Striker:
 
     def __init__(self, strike: Strike, folder: Path, pids: Callable[[str], list[int]]) -> None:
         self._strike, self._folder, self._pids = strike, folder, pids
-        self._lock, self._is_over, self._calls, self._seconds = threading.Lock(), False, 0, 0.0
+        self._lock, self._is_over, self._seconds = threading.Lock(), False, 0.0
+        self._calls = itertools.count(1)  # files are written by several threads
 
     def arm(self) -> None:
         if self._strike.stage == "moment":
@@ -103,8 +105,7 @@ class Striker:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not matches(*args, **kwargs):
                 return original(*args, **kwargs)
-            self._calls += 1
-            if self._calls == self._strike.number:
+            if next(self._calls) == self._strike.number:
                 return self._struck(original, *args, **kwargs)
             start = time.perf_counter()
             result = original(*args, **kwargs)
@@ -117,8 +118,7 @@ class Striker:
         original = HybridTrainPipelineSparseDist.progress
 
         def progress(pipeline: HybridTrainPipelineSparseDist, iterator: Any) -> Any:
-            if not self._calls:
-                self._calls = 1
+            if next(self._calls) == 1:
                 threading.Timer(self._strike.when, self._hit, ("moment",)).start()
             return original(pipeline, iterator)
 
@@ -139,7 +139,7 @@ class Striker:
             if self._is_over:
                 return
             self._is_over = True
-            told = asdict(self._strike) | {"position": position, "call": self._calls, "time": time.time()}
+            told = asdict(self._strike) | {"position": position, "time": time.time()}
             with open(self._folder / "strikes", "a") as file:
                 file.write(json.dumps(told) + "\n")
             for pid in self._pids(self._strike.target):
@@ -148,7 +148,7 @@ class Striker:
 
 def drawn(rng: random.Random, stage: str, target: str, world_size: int, **kwargs: Any) -> Strike:
     """A strike at a random call of a stage, early enough for any run to reach it."""
-    often = {"rows": 12, "export": 6, "list": 3} | dict.fromkeys((*SAVING_BY_RANK_0, *LOADING), 1)
+    often = {"rows": 4, "export": 4, "list": 4} | dict.fromkeys((*SAVING_BY_RANK_0, *LOADING), 1)
     if stage == "moment":
         return Strike(stage=stage, when=rng.random() / 2, rank=rng.randrange(world_size), target=target, **kwargs)
     return Strike(

@@ -49,12 +49,12 @@ def load_step(path: Path) -> int:
 
 
 CASES = [
-    ("Saving", Strike(stage="rows", number=4, when=1.0, rank=1), "SAVE"),
+    ("Saving", Strike(stage="rows", number=2, when=1.0, rank=1), "SAVE"),
     *(
         pytest.param(kind, Strike(stage=stage, number=number, when=when, rank=rank), place, marks=pytest.mark.slow)
         for kind, stage, number, when, rank, place in (
             ("save", "list", 2, 0.0, 2, "SAVE"),
-            ("save", "rows", 5, 0.5, 1, "SAVE"),
+            ("save", "rows", 3, 0.5, 1, "SAVE"),
             ("save", "told", 3, 0.0, 2, "SAVE"),
             ("save", "begin", 1, 1.0, 0, "SAVE"),
             ("save", "manifest", 1, 0.5, 0, "SAVE"),
@@ -65,7 +65,7 @@ CASES = [
             ("Saving", "told", 4, 0.0, 1, "SAVE"),
             ("Saving", "publish", 1, 1.0, 0, "SAVE"),
             ("Checkpointer", "agree", 1, 0.0, 1, "AFTER_BATCH"),
-            ("Checkpointer", "rows", 3, 0.0, 2, "SAVE"),
+            ("Checkpointer", "rows", 2, 0.0, 2, "SAVE"),
         )
     ),
 ]

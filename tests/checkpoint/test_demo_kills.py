@@ -94,7 +94,7 @@ def check_as_uninterrupted(folder: Path, expected: list[dict[str, Any]]) -> None
 def test_a_killed_demo_goes_on(root: Path, expected: Expected) -> None:
     strikes = [
         Strike(stage="dist", number=14, when=0.5, rank=1, target="all"),
-        Strike(stage="rows", number=13, when=1.0, rank=1, target="job"),
+        Strike(stage="rows", number=5, when=1.0, rank=1, target="job"),
         Strike(stage="commit", number=16, when=0.5, rank=0, target="all"),
         Strike(stage="latest", number=2, target="all"),
     ]

@@ -37,7 +37,7 @@ def test_a_demo_that_is_killed_three_times_goes_on_by_itself(
     expected = uninterrupted(tmp_path_factory.getbasetemp(), 2, *OPTIONS)
     strikes = [
         Strike(stage="commit", number=15, when=0.5, rank=1),
-        Strike(stage="rows", number=13, when=0.0, rank=0, restart=1),
+        Strike(stage="rows", number=5, when=0.0, rank=0, restart=1),
         Strike(stage="map", number=24, when=1.0, rank=0, target="all", restart=2),
     ]
     job = start_demo(tmp_path / "job", tmp_path / "snapshots", *OPTIONS, strikes=strikes, max_restarts=3)

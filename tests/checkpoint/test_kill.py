@@ -80,7 +80,7 @@ def test_a_run_that_is_killed_in_any_stage(pools: RankPools, tmp_path: Path, sta
     rng = random.Random(f"{stage} {seed}")
     expected = uninterrupted(pools, 2, tmp_path)
     once_a_save = ("publish", "latest", "remove")
-    often = {"write": 40, "export": 8, "remove": 2}.get(stage, 4 if stage in once_a_save else 15)
+    often = {"write": 18, "export": 8, "remove": 2}.get(stage, 4 if stage in once_a_save else 15)
     if stage == "import":
         run_killed(2, tmp_path, 0, "latest", 3)  # it is loading that is killed
     victim = 0 if stage in once_a_save else rng.randrange(2)

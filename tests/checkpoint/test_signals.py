@@ -28,8 +28,8 @@ from tests.ranks import RankPools
 WHEN: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "before the first batch": (HybridTrainPipelineSparseDist, "_load", 1, {}),
     "twice": (HybridTrainPipelineSparseDist, "_optimizer_step", 6, {}),
-    "while saving": (files.HashedFile, "write", 20, {}),
-    "while saving beside the steps": (files.HashedFile, "write", 20, {"in_background": True}),
+    "while saving": (files.HashedFile, "write", 7, {}),
+    "while saving beside the steps": (files.HashedFile, "write", 7, {"in_background": True}),
     "while loading": (ShardGroup, "import_rows", 2, {}),
 }
 
@@ -119,7 +119,7 @@ ASKED = {
     ),
     "all, saving": (Strike(stage="manifest", number=1, target="all", signal="SIGTERM"), False),
     "the launcher, saving beside": (
-        Strike(stage="rows", number=13, rank=1, target="launcher", signal="SIGTERM"),
+        Strike(stage="rows", number=5, rank=1, target="launcher", signal="SIGTERM"),
         True,
     ),
 }
