@@ -11,7 +11,8 @@ from hybridrec.checkpoint.files import write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, Manifest, TableEntry
 from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.row_type import RowType
-from hybridrec.store.row_export import RowChunk, RowExport
+from hybridrec.store.row_export import RowChunk
+from hybridrec.store.row_state_layout import RowStateLayout
 
 STATES = (("sum", False), ("steps", True))
 
@@ -52,8 +53,8 @@ def table_in(
     files = []
     for rank in range(num_ranks):
         mine = slice(rank, None, num_ranks)
-        export = _export(ids[mine], weights[mine], chunk_rows)
-        files.append(write_rows(folder, f"rows/{name}/{rank:05d}.rows", export, layout_of(entry), rank))
+        rows = _GivenRows(ids[mine], weights[mine], layout_of(entry))
+        files.append(write_rows(folder, f"rows/{name}/{rank:05d}.rows", rows, chunk_rows, rank))
     return TableEntry(**{**vars(entry), "files": tuple(files)})
 
 
@@ -73,12 +74,19 @@ def snapshot_of(folder: Path, *collections: list[TableEntry]) -> Path:
     return folder
 
 
-def _export(ids: Tensor, weights: Tensor, chunk_rows: int) -> RowExport:
-    left = iter(zip(ids.split(chunk_rows), weights.split(chunk_rows), strict=True))
+class _GivenRows:
+    """Rows as `write_rows` reads those of a shard."""
 
-    def read(n: int) -> RowChunk:
-        ids_N, weights_ND = next(left)
-        states = {"sum": torch.ones(weights_ND.shape), "steps": torch.ones(n)}
-        return RowChunk(ids_N=ids_N, scores_N=torch.ones_like(ids_N), weights_ND=weights_ND, states=states)
+    def __init__(self, ids: Tensor, weights: Tensor, layout: RowStateLayout) -> None:
+        states = {"sum": torch.ones(weights.shape), "steps": torch.ones(len(ids))}
+        chunk = RowChunk(ids_N=ids, scores_N=torch.ones_like(ids), weights_ND=weights, states=states)
+        self._columns = ids, chunk.scores_N, chunk.records(layout)
+        self.layout, self.num_left = layout, len(ids)
 
-    return RowExport(len(ids), chunk_rows, read, lambda: None)
+    def read(self, *into: Tensor) -> None:
+        for whole, part in zip(self._columns, into, strict=True):
+            part.copy_(whole[len(whole) - self.num_left :][: len(part)])
+        self.num_left -= len(into[0])
+
+    def close(self) -> None:
+        pass
