@@ -105,7 +105,8 @@ def removed_meanwhile(path: Path) -> Iterator[None]:
     def finish(self: files.HashedFile) -> Any:
         entry = original(self)
         for folder in path.glob(".unfinished_*"):
-            shutil.rmtree(folder)
+            while folder.exists():  # other ranks make files in it, or remove it, too
+                shutil.rmtree(folder, ignore_errors=True)
         return entry
 
     with mock.patch.object(files.HashedFile, "finish", finish):
