@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
-from hybridrec import ConfigError, HybridRecError, checkpoint
+from hybridrec import ConfigError, HybridRecError, StateError, checkpoint
+from hybridrec.checkpoint import recsdk_scan
 from hybridrec.checkpoint.__main__ import main
+from hybridrec.distributed.lookup import PooledLookup
 from tests.checkpoint.recsdk_writer import USER, float_contents, write_dynamic, write_merged, write_ranks, write_slice
 from tests.checkpoint.runs import build, records_of
 from tests.distributed.pipelines import all_batches, mine
@@ -158,6 +162,10 @@ WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "of ['user'] go on from a step of Adam that RecSDK does not save. Pass adam_step=",
     ),
     "negative step": ({"adam_step": -1}, "adam_step=-1, but accepted: an int, 0 or more"),
+    "other step": (
+        {"adam_step": 7},
+        "adam_step=7, but the collection has trained 1 steps, and all its tables share one",
+    ),
     "useless step": ({"with_states": False}, "no table that comes with its moments has Adam"),
     "ranks": ({"world_size": 3}, "world_size=3, but "),
     "tables": ({"tables": ["user", "item"]}, "tables=: 'item' is not in "),
@@ -234,6 +242,57 @@ def test_tables_that_cannot_hold_the_rows_are_refused(pools: RankPools, tmp_path
     write_dynamic(tmp_path / "v2", {"user": content}, 2)
     found = pools[2].run(refused_by_the_table, replace(half, optimizer="adagrad"), tmp_path / "v2", {})
     assert "has optimizer values (opt_values), in an order that is not documented" in found[0]
+
+
+def import_at_a_bad_moment(scenario: Scenario, here: Path, there: Path) -> list[str]:
+    """Ranks that see different files, a batch in flight, a host budget that ends half-way; and what comes after."""
+    dmp, pipeline = build(scenario)
+    messages = []
+
+    def attempt(path: Path) -> None:
+        try:
+            checkpoint.import_recsdk(path, dmp)
+        except HybridRecError as e:
+            messages.append(f"{type(e).__name__}: {e}")
+
+    attempt(there if dist.get_rank() else here)
+    batch = mine(scenario, all_batches(scenario)[:1])
+    loss = dmp(batch[0])[0]
+    attempt(here)
+    loss.backward()
+    original, calls = PooledLookup.import_rows, 0
+
+    def import_rows(lookup: PooledLookup, table: str, rows: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() and calls == 2:
+            raise StateError("no room")
+        original(lookup, table, rows)
+
+    patches = (
+        mock.patch.object(PooledLookup, "import_rows", import_rows),
+        mock.patch.object(recsdk_scan, "CHUNK_BYTES", 99),
+    )
+    with patches[0], patches[1]:
+        attempt(here)
+    try:
+        pipeline.progress(iter(batch))
+    except HybridRecError as e:
+        messages.append(str(e))
+    return messages
+
+
+def test_an_import_at_a_bad_moment_is_refused_on_all_ranks(pools: RankPools, tmp_path: Path) -> None:
+    scenario = Scenario(optimizer="adagrad", steps=1, ids_per_table=30, tables=USER)
+    content = float_contents(scenario)["user"]
+    write_merged(tmp_path / "1", {"user": content})
+    write_merged(tmp_path / "2", {"user": replace(content, rows=dict(list(content.rows.items())[1:]))})
+    found = pools[2].run(import_at_a_bad_moment, scenario, tmp_path / "1", tmp_path / "2")
+    assert found[0][0].startswith("ConfigError: import_recsdk: the ranks see different files under ")
+    assert "batches are in flight (1)" in found[0][1] and found[0][1] == found[1][1]
+    assert found[0][2] == found[1][2] == "StateError: no room (on rank 1 of 2)"
+    for _, _, _, afterwards in found:
+        assert "tables of RecSDK were imported only in part: StateError: no room" in afterwards
 
 
 # ---- description -----------------------------------------------------------------------------------------
