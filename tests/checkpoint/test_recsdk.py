@@ -250,6 +250,15 @@ def test_what_was_used_longest_ago_is_evicted_first(pools: RankPools, tmp_path: 
     assert num_evicted > 10
 
 
+def test_rows_without_times_can_be_evicted_at_once(pools: RankPools, tmp_path: Path) -> None:
+    scenario = Scenario(optimizer="adagrad", steps=1, ids_per_table=300, tables=USER, batch_size=6)
+    content = float_contents(scenario)["user"]
+    write_merged(tmp_path, {"user": content})
+    ((_, before, after, new),) = pools[1].run(import_records, scenario, tmp_path, 20, {})
+    assert {score for _, score in before.values()} == {1}
+    assert set(after) == {*sorted(before, key=mix64)[len(before) + len(new) - 20 :], *new}
+
+
 def test_increments_replace_rows_and_add_some(pools: RankPools, tmp_path: Path) -> None:
     scenario = Scenario(optimizer="adagrad", steps=1, ids_per_table=300, tables=USER)
     full = float_contents(scenario, 20)["user"]
