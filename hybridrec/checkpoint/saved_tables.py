@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -122,7 +123,7 @@ def export_tables(
     for table, target in zip(found, targets, strict=True):
         beside = target.with_name(f".{target.name}.unfinished")
         try:
-            for rows in write(beside, table, lambda table=table: table.chunks(folder)):  # type: ignore[misc]
+            for rows in write(beside, table, functools.partial(table.chunks, folder)):
                 if progress is not None:
                     progress(rows)
             with open(beside, "rb") as written:
