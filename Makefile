@@ -15,10 +15,10 @@ PY := .venv/bin/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo tutorial test slow npu-stack npu-api lint format bench overlap clean
+.PHONY: help env demo tutorial test slow npu-stack npu-api lint format bench overlap bench-checkpoint clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
 
 env:  ## make or refresh .venv (all others do this first)
@@ -62,6 +62,9 @@ bench: env  ## measure one training step against FBGEMM's bare table (a minute)
 
 overlap: env  ## measure how much host traffic the pipeline hides (three minutes)
 	@$(PY) -m benchmarks.overlap $(ARGS)
+
+bench-checkpoint: env  ## measure snapshots and deltas against dd, on one and two ranks (two minutes on a quiet machine)
+	@$(PY) -m benchmarks.checkpoint --quick --ranks 1 2 $(ARGS)
 
 clean:  ## remove .venv, build products and caches
 	rm -rf .venv .venv-npu-stack build dist .stamps .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

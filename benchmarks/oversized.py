@@ -32,7 +32,7 @@ OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": to
 
 
 def collection(args: argparse.Namespace, device_rows: int) -> torch.nn.Module:
-    """Sharded over this one rank, with so many slots a table."""
+    """Sharded over the ranks there are, with so many slots a table."""
     configs = [
         HashEmbeddingBagConfig(
             name=f"t{t}",
@@ -48,7 +48,7 @@ def collection(args: argparse.Namespace, device_rows: int) -> torch.nn.Module:
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     sharders = get_default_hybrid_sharders(env)
     constraints = {c.name: ParameterConstraints(compute_kernels=["fused_uvm_caching"]) for c in configs}
-    topology = Topology(world_size=1, compute_device="cpu", ddr_cap=2**40)
+    topology = Topology(world_size=dist.get_world_size(), compute_device="cpu", ddr_cap=2**40)
     plan = EmbeddingShardingPlanner(topology=topology, constraints=constraints).plan(model, sharders)
     return sharders[0].shard(model, plan.plan[""], env, torch.device("cpu"))
 
