@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrec.checkpoint import writer_lock
+from hybridrec.checkpoint.delta_chain import ChainEndedError
+from hybridrec.checkpoint.delta_writer import DeltaWriter
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.loading import Loaded, load
 from hybridrec.checkpoint.saving import Saving, save
@@ -22,9 +25,14 @@ from hybridrec.distributed.model_parts import hashed_collections
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
 
+logger = logging.getLogger("hybridrec")
+
 
 class Checkpointer:
     """Saves every so many batches, and once more when the job is asked to end.
+
+    With ``delta_every`` it writes deltas between snapshots: what changed since, which other processes `follow`, and
+    with which a job that is resumed loses less.
 
     A SIGTERM to any rank (what schedulers and torchrun send) lets all ranks save after the same batch and stop. As a
     context manager it puts the former handler of that signal back. All calls are collective.
@@ -46,9 +54,11 @@ class Checkpointer:
         pipeline: HybridTrainPipelineSparseDist,
         *,
         every: int | None = None,
+        delta_every: int | None = None,
         keep: int = 3,
         in_background: bool = False,
         stops_on_sigterm: bool = True,
+        max_removed: int = 2**20,
     ) -> None:
         """
         Args:
@@ -57,18 +67,21 @@ class Checkpointer:
             optimizer: See `save`.
             pipeline: Of the model; counts the batches.
             every: Batches between two snapshots; None: only when the job is asked to end.
-            keep: How many snapshots to keep.
-            in_background: Whether rows are written while training goes on; a snapshot is visible some batches later.
+            delta_every: Batches between two deltas, less than ``every``; None: snapshots alone. Where what changed is
+                not known any more (see `DeltaWriter.save_delta`) a snapshot is written in place of a delta.
+            keep: How many snapshots to keep, each with its deltas.
+            in_background: Whether rows are written while training goes on; a snapshot or delta is visible some batches
+                later, and a delta that is due before that is left to the next one.
             stops_on_sigterm: Whether to take over SIGTERM; only possible on the main thread.
+            max_removed: See `DeltaWriter`.
 
         Raises:
-            ConfigError: ``every`` is not positive.
+            ConfigError: ``every`` or ``delta_every`` is not positive, or ``delta_every`` not below ``every``.
             StateError: Another job writes its snapshots to ``path``.
         """
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ConfigError(f"Checkpointer: every={every!r}. Pass a number of batches, 1 or more, or None.")
+        _check_batches(every=every, delta_every=delta_every)
         self._path, self._model, self._optimizer, self._pipeline = Path(path), model, optimizer, pipeline
-        self._every, self._keep = every, keep
+        self._every, self._delta_every, self._keep = every, delta_every, keep
         self._seen = pipeline.batches_committed
         self._host_group = host_group = next(iter(hashed_collections(model).values())).host_group
         # Of its own: the host group belongs to the pipeline while batches are in flight.
@@ -77,6 +90,17 @@ class Checkpointer:
         self._ranks = Ranks(self._group or host_group)
         self._in_background = in_background
         self._saving: Saving | None = None
+        self._deltas: DeltaWriter | None = None
+        if delta_every is not None:
+            self._deltas = DeltaWriter(
+                path,
+                model,
+                optimizer,
+                pipeline=pipeline,
+                keep=keep,
+                max_removed=max_removed,
+                group=self._group,
+            )
         self._was_asked = False
         self.is_stopping = False
         """Whether the job was asked to end: a snapshot was written, and the loop should."""
@@ -96,11 +120,15 @@ class Checkpointer:
     ) -> None:
         if error is not None and not isinstance(error, StopIteration):  # which all ranks see at the end of their data
             self._saving = None  # the other ranks may not come
+            if self._deltas is not None:
+                self._deltas.give_up()
         self.close()
 
     def close(self) -> None:
         """Put the former handler of SIGTERM back, and finish the snapshot that is being written. Collective then."""
         self._finish()
+        if self._deltas is not None:
+            self._deltas.close()
         if self._takes_signal:
             self._takes_signal = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._former is None else self._former)
@@ -117,13 +145,19 @@ class Checkpointer:
             self._locks_folder = True
 
     def resume(self) -> int:
-        """Load the newest snapshot, if there is one: how many batches are behind us. Errors as of `load`."""
+        """Load the newest snapshot with its deltas, if there is one: how many batches are behind us.
+
+        Errors as of `load`.
+        """
         with watched(self._host_group, "resume"):
             is_there = any(self._ranks.gather(latest(self._path) is not None))
         if not is_there:
             return 0
-        self.loaded = load(self._path, self._model, self._optimizer, pipeline=self._pipeline)
-        self._seen = self.loaded.batches_committed
+        if self._deltas is not None:
+            self.loaded = self._deltas.resume()
+        else:
+            self.loaded = load(self._path, self._model, self._optimizer, pipeline=self._pipeline)
+        self._seen = 0 if self.loaded is None else self.loaded.batches_committed
         return self._seen
 
     def after_batch(self, extra: Any = None) -> None:
@@ -133,34 +167,82 @@ class Checkpointer:
             extra: See `save`.
         """
         self.is_stopping, is_written = self._agree()
-        if self._saving is not None and is_written:
+        if is_written:
             self._finish()
-        seen, self._seen = self._seen, self._pipeline.batches_committed  # it stays, then leaps, where gradients add up
-        is_due = self._every is not None and seen // self._every < self._seen // self._every
-        if not is_due and not self.is_stopping:
-            return
-        self._finish()
+        before, self._seen = self._seen, self._pipeline.batches_committed  # stays, then leaps, where gradients add up
+        if self._is_due(self._every, before) and not (self.is_stopping and self._deltas):
+            self._finish()
+            self._save_full(extra)
+        elif self.is_stopping:
+            self._finish()
+            self._save_delta(extra) if self._deltas else self._save_full(extra)
+        elif self._is_due(self._delta_every, before) and not self._is_writing:
+            self._save_delta(extra)
+
+    def _is_due(self, every: int | None, before: int) -> bool:
+        return every is not None and before // every < self._seen // every
+
+    @property
+    def _is_in_background(self) -> bool:
+        """Whether what is begun now is written by a thread."""
+        return self._in_background and not self.is_stopping
+
+    def _save_full(self, extra: Any) -> None:
         what = self._path, self._model, self._optimizer
-        if self._in_background and not self.is_stopping:
+        if self._deltas is not None:
+            (self._deltas.start_full if self._is_in_background else self._deltas.save_full)(extra)
+        elif self._is_in_background:
             self._saving = Saving(*what, pipeline=self._pipeline, extra=extra, keep=self._keep, group=self._group)
             self._saving.start()
         else:
             save(*what, pipeline=self._pipeline, extra=extra, keep=self._keep)
 
+    def _save_delta(self, extra: Any) -> None:
+        if self._deltas is None:
+            return
+        try:
+            (self._deltas.start_delta if self._is_in_background else self._deltas.save_delta)(extra)
+        except ChainEndedError as e:
+            logger.warning("a snapshot is written in place of a delta: %s", e)
+            self._save_full(extra)
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._saving is not None or (self._deltas is not None and self._deltas.is_writing)
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether `_finish` need not wait for this rank."""
+        saving = self._saving is None or self._saving.is_written
+        return saving and (self._deltas is None or self._deltas.is_written)
+
     def _finish(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.finish()
+        if self._deltas is not None:
+            self._deltas.finish()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._was_asked = True
 
     def _agree(self) -> tuple[bool, bool]:
         """(whether any rank was asked to end, whether all have written what they have to)."""
-        mine = (self._was_asked, self._saving is not None and not self._saving.is_written)
+        mine = (self._was_asked, not self._is_written)
         if self._group is None or not (self._takes_signal or self._in_background):
             return mine[0], not mine[1]
         asked = torch.tensor(mine, dtype=torch.int64)
         with watched(self._host_group, "after_batch"):
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
         return bool(asked[0]), not bool(asked[1])
+
+
+def _check_batches(*, every: int | None, delta_every: int | None) -> None:
+    for name, value in (("every", every), ("delta_every", delta_every)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"Checkpointer: {name}={value!r}. Pass a number of batches, 1 or more, or None.")
+    if every is not None and delta_every is not None and delta_every >= every:
+        raise ConfigError(
+            f"Checkpointer: delta_every={delta_every!r}, every={every!r}: deltas are written between two snapshots. "
+            "Pass delta_every below every, or leave it out."
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrec.checkpoint.files import remove_folder, replace_file, sync_folder, write_file
+from hybridrec.checkpoint.files import remove_folder, replace_file
 from hybridrec.checkpoint.manifest import (
     MANIFEST,
     CollectionEntry,
@@ -19,10 +19,10 @@ from hybridrec.checkpoint.manifest import (
 )
 from hybridrec.errors import StateError
 
-DELTA_FORMAT = 1
+DELTA_FORMAT = 2
 DELTAS = "deltas"
 """Folder in a snapshot."""
-_NEWEST = "newest"
+_NEWEST, _UNFINISHED = "newest", ".unfinished_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,23 @@ class DeltaManifest:
     previous: str
     """Digest of the manifest before: of delta ``number - 1``, or of the snapshot."""
     step: int
+    """Training batches that were committed: where a loader resumes."""
+    world_size: int
+    """W, which need not be that of the snapshot."""
     collections: tuple[CollectionEntry, ...]
     """Files of their tables: rows to put in, or in the place of others, after ids were removed."""
     removed: tuple[RemovedEntry, ...]
     dense: FileEntry
-    """Parameters and buffers that are not hashed tables, without optimizer state."""
+    """As of a snapshot: parameters that are not hashed tables, and the optimizer."""
+    ranks: tuple[FileEntry, ...]
+    """As of a snapshot: what each rank has for itself."""
     sharded: tuple[FileEntry, ...] = ()
-    """As in a snapshot's manifest, without optimizer state."""
+    """As of a snapshot: tensors that torch itself shards."""
 
     def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""
         shards = [file for c in self.collections for table in c.tables for file in table.files]
-        return (self.dense, *self.sharded, *shards, *(entry.file for entry in self.removed))
+        return (self.dense, *self.ranks, *self.sharded, *shards, *(entry.file for entry in self.removed))
 
     def encode(self) -> bytes:
         """What its file holds."""
@@ -74,28 +79,49 @@ def delta_folder(snapshot: Path, number: int) -> Path:
     return snapshot / DELTAS / f"{number:08d}"
 
 
-def begin_delta(snapshot: Path, number: int) -> Path:
-    """The folder in which a delta is written. On one rank."""
+class ChainEndedError(StateError):
+    """There is no chain that a delta could be added to; a snapshot begins a new one."""
+
+
+def begin_delta(snapshot: Path, number: int) -> str:
+    """Make the folder in which a delta is written; its name. On one rank."""
+    remove_unfinished(snapshot)
     folder = unfinished_delta(snapshot, number)
-    remove_folder(folder)
-    folder.mkdir(parents=True)
-    return folder
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()
+    return folder.name
+
+
+def remove_unfinished(snapshot: Path) -> None:
+    """What is left of deltas that were not written to their end. On one rank."""
+    for left_over in (snapshot / DELTAS).glob(f"{_UNFINISHED}*"):
+        remove_folder(left_over)
+
+
+def why_not_next(snapshot: Path, number: int, digest: str) -> str:
+    """Why a delta cannot be added behind the one with a number and digest (0: the snapshot); ``""`` if it can."""
+    if not (snapshot / MANIFEST).is_file():
+        return f"{snapshot} is not there any more"
+    try:
+        last = newest_delta(snapshot)
+    except StateError as e:
+        return str(e)
+    if last != ((number, digest) if number else (0, "")):
+        return f"{snapshot} ends with delta {last[0]}, which this job did not write; delta {number} was its last one"
+    return ""
 
 
 def unfinished_delta(snapshot: Path, number: int) -> Path:
     """Where a delta is while it is written."""
-    return snapshot / DELTAS / f".unfinished_{number:08d}"
+    return snapshot / DELTAS / f"{_UNFINISHED}{number:08d}"
 
 
-def publish_delta(snapshot: Path, manifest: DeltaManifest) -> Path:
-    """Make a written delta visible, and the newest. On one rank."""
+def publish_delta(snapshot: Path, manifest: DeltaManifest) -> None:
+    """Make a written delta, whose manifest is in its folder, visible, and the newest. On one rank."""
     folder, target = unfinished_delta(snapshot, manifest.number), delta_folder(snapshot, manifest.number)
-    write_file(folder, MANIFEST, manifest.encode(), 0)
-    sync_folder(folder)
     remove_folder(target)  # of an attempt that failed after its rename
     folder.rename(target)
     replace_file(snapshot / DELTAS / _NEWEST, f"{manifest.number} {manifest.digest}\n".encode())
-    return target
 
 
 def newest_delta(snapshot: Path) -> tuple[int, str]:
@@ -143,5 +169,6 @@ _REMEDY = "Follow a newer snapshot."
 def _delta(content: dict[str, Any]) -> DeltaManifest:
     collections = tuple(collection_of(c) for c in content.pop("collections"))
     removed = tuple(RemovedEntry(file=FileEntry(**r.pop("file")), **r) for r in content.pop("removed"))
-    dense, sharded = FileEntry(**content.pop("dense")), tuple(FileEntry(**f) for f in content.pop("sharded", ()))
-    return DeltaManifest(collections=collections, removed=removed, dense=dense, sharded=sharded, **content)
+    dense, ranks = FileEntry(**content.pop("dense")), tuple(FileEntry(**f) for f in content.pop("ranks"))
+    sharded = tuple(FileEntry(**f) for f in content.pop("sharded"))
+    return DeltaManifest(collections=collections, removed=removed, dense=dense, ranks=ranks, sharded=sharded, **content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,10 @@ import torch
 from torch import nn
 
 from hybridrec.backend import HOST
-from hybridrec.checkpoint import contents, snapshot
+from hybridrec.checkpoint import contents
 from hybridrec.checkpoint.exchange import Ranks
-from hybridrec.checkpoint.files import read_rows, verify
-from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, Manifest, TableEntry, read_manifest
+from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, TableEntry
+from hybridrec.checkpoint.points import Layer, Point, read_point, rows_at
 from hybridrec.checkpoint.saving import MAX_THREADS, table_entry
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
 from hybridrec.distributed.column_parts import columns_of, covering, recut
@@ -38,7 +39,7 @@ class Loaded:
     """What a snapshot says of where training was."""
 
     path: Path
-    """The snapshot."""
+    """The snapshot; or the last of its deltas that were taken in."""
     batches_committed: int
     """Training batches before it: skip so many, and go on. Saved without a pipeline, while gradients were accumulated:
     steps."""
@@ -57,14 +58,15 @@ def load(
     *,
     pipeline: HybridTrainPipelineSparseDist | None = None,
 ) -> Loaded:
-    """Put a snapshot into a model: training goes on as if it had not been interrupted.
+    """Put a snapshot, and its deltas, into a model: training goes on as if it had not been interrupted.
 
     The number of ranks, the sizes of caches and the tiers may be others than those of the run that wrote it. All files
     are verified before anything changes; rows and dense part that the model has now are replaced. torch's random
     numbers go on where they were, if W is the same. Collective.
 
     Args:
-        path: A snapshot, or a folder of them: the newest one then.
+        path: A folder of snapshots: the newest one with all its deltas. Or a snapshot: that alone. Or a delta, such as
+            ``step_000000001000/deltas/00000003``: with what is before it.
         model: What `DistributedModelParallel` returned, with the tables of the snapshot.
         optimizer: As it was given to `save`; None: not loaded.
         pipeline: Of the model; batches in flight are dropped, and it counts on from the snapshot.
@@ -76,6 +78,13 @@ def load(
             do not fit the host budget: then the model is half loaded, and says so.
         BackendError: A rank is gone.
     """
+    return load_point(path, model, optimizer, pipeline=pipeline)[0]
+
+
+def load_point(
+    path: str | Path, model: nn.Module, optimizer: Any, *, pipeline: HybridTrainPipelineSparseDist | None
+) -> tuple[Loaded, Point]:
+    """`load`, and where the run is now in its chain of deltas."""
     collections = hashed_collections(model)
     group = next(iter(collections.values())).host_group
     with watched(group, "load"):
@@ -92,19 +101,19 @@ class _Reader:
     def __init__(self, collections: dict[str, ShardedHashCollection], ranks: Ranks) -> None:
         self._collections, self._ranks = collections, ranks
 
-    def read(self, path: str | Path, model: nn.Module, optimizer: Any, pipeline: Any) -> Loaded:
+    def read(self, path: str | Path, model: nn.Module, optimizer: Any, pipeline: Any) -> tuple[Loaded, Point]:
         ranks = self._ranks
         with ranks.together():
-            folder = snapshot.resolve(path)
-            manifest = read_manifest(folder)
-            self._check_tables(manifest)
-        digests = set(ranks.gather(manifest.digest))
+            point = read_point(path)
+            folder, manifest = point.last.folder, point.last.manifest
+            self._check_tables(point)
+        digests = set(ranks.gather(point.digest))
         with ranks.together():
             if len(digests) > 1:
                 raise ConfigError(f"load: the ranks see different snapshots under {path}. Load from a shared folder.")
-            files = _share(manifest, ranks)
+            files = _share(point, ranks)
             with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as pool:
-                list(pool.map(lambda file: verify(folder, file), files))  # the list: raises what a call raised
+                list(pool.map(lambda pair: pair[0].verify(pair[1]), files))  # the list: raises what a call raised
         with ranks.together():
             dense = _decoded(folder, manifest.dense)
             owned = [_decoded(folder, file) for file in manifest.ranks]
@@ -117,7 +126,7 @@ class _Reader:
                 module.lookup.require_idle()
         with ranks.together():
             rates = {table: rate for own in owned for table, rate in own["rates"].items()}
-            self._apply(folder, manifest, model, optimizer, dense, rates, lambda: reader.read_into(sharded))
+            self._apply(point, model, optimizer, dense, rates, lambda: reader.read_into(sharded))
             reload(model, contents.weights_of(sharded))
             steps = [(path, n) for own in owned for path, n in own.get("steps", {}).items()]
             set_optimizer_steps(model, dict(sorted(steps, key=lambda entry: entry[1])))
@@ -127,21 +136,22 @@ class _Reader:
         if is_same:
             contents.set_random_state(owned[ranks.rank]["random"], self._device())
         extras = tuple(own["extra"] for own in owned)
-        return Loaded(
+        loaded = Loaded(
             path=folder,
             batches_committed=manifest.step,
             world_size=manifest.world_size,
             extra=extras[ranks.rank] if is_same else None,
             extras=extras,
         )
+        return loaded, point
 
     def _device(self) -> torch.device:
         return next(iter(self._collections.values())).lookup.device
 
     # ---- what must hold before anything changes ----------------------------------------------------------------------
 
-    def _check_tables(self, manifest: Manifest) -> None:
-        saved = {c.name: c for c in manifest.collections}
+    def _check_tables(self, point: Point) -> None:
+        saved = {c.name: c for c in point.collections}
         _check_names("collections", saved, self._collections)
         for name, module in self._collections.items():
             entries = {t.name: t for t in saved[name].tables}
@@ -184,18 +194,16 @@ class _Reader:
 
     def _apply(
         self,
-        folder: Path,
-        manifest: Manifest,
+        point: Point,
         model: nn.Module,
         optimizer: Any,
         dense: dict[str, Any],
         rates: Any,
         read_sharded: Callable[[], None],
     ) -> None:
-        saved = {c.name: c for c in manifest.collections}
         try:
-            for name, module in self._collections.items():
-                self._load_rows(folder, manifest, saved[name], module)
+            for saved in point.collections:
+                self._load_rows(point, saved, self._collections[saved.name])
             read_sharded()
         except Exception as e:
             for module in self._collections.values():
@@ -207,30 +215,33 @@ class _Reader:
         if optimizer is not None:
             contents.load_optimizer_state(optimizer, dense["optimizer"], rates)
 
-    def _load_rows(
-        self, folder: Path, manifest: Manifest, saved: CollectionEntry, module: ShardedHashCollection
-    ) -> None:
+    def _load_rows(self, point: Point, saved: CollectionEntry, module: ShardedHashCollection) -> None:
         lookup = module.lookup
         lookup.forget_rows(ordinal=saved.ordinal, committed=saved.batches_committed)
         entries = {t.name: t for t in saved.tables}
         for part, table in zip(module.parts, lookup.tables, strict=True):
             sources = covering(part, entries, _WHERE)
             is_row_wise = part.owner is None
-            for files in zip(*(entries[source.name].files for source in sources), strict=True):
-                is_of_all = entries[sources[0].name].is_row_wise
-                if is_row_wise and is_of_all and not self._may_have_mine(files[0], manifest.world_size):
-                    continue
-                streams = [
-                    read_rows(folder, entries[source.name], file, source.layout(table.layout))
-                    for source, file in zip(sources, files, strict=True)
-                ]
-                for chunks in side_by_side(streams):
-                    rows = recut(list(zip(sources, chunks, strict=True)), part, table.layout)
-                    lookup.import_rows(table.name, self._mine(rows, table.layout) if is_row_wise else rows)
+            streams = [
+                rows_at(
+                    point,
+                    saved.name,
+                    source.name,
+                    source.layout(table.layout),
+                    is_wanted=functools.partial(self._may_have_mine, saved.name, source.name, is_row_wise),
+                )
+                for source in sources
+            ]
+            for chunks in side_by_side(streams):
+                rows = recut(list(zip(sources, chunks, strict=True)), part, table.layout)
+                lookup.import_rows(table.name, self._mine(rows, table.layout) if is_row_wise else rows)
 
-    def _may_have_mine(self, file: FileEntry, saved_world_size: int) -> bool:
+    def _may_have_mine(self, collection: str, table: str, is_row_wise: bool, layer: Layer, file: FileEntry) -> bool:
         """An id is of rank ``mix64(id) % W``: then and now alike modulo what both W have in common."""
-        return (file.rank - self._ranks.rank) % math.gcd(saved_world_size, self._ranks.world_size) == 0
+        if not (is_row_wise and layer.table(collection, table).is_row_wise):
+            return True
+        common = math.gcd(layer.manifest.world_size, self._ranks.world_size)
+        return (file.rank - self._ranks.rank) % common == 0
 
     def _mine(self, rows: RowChunk, layout: RowStateLayout) -> RowChunk:
         """Those of a row-wise table that belong to this rank."""
@@ -240,21 +251,21 @@ class _Reader:
         return RowChunk.of_records(rows.ids_N[mine], rows.scores_N[mine], rows.records(layout)[mine], layout)
 
 
-def _share(manifest: Manifest, ranks: Ranks) -> list[FileEntry]:
+def _share(point: Point, ranks: Ranks) -> list[tuple[Layer, FileEntry]]:
     """The files that this rank verifies: each is by one rank, and bytes are about even.
 
     At the same W those that it wrote and will import: the system has them in memory then, when they are read again.
     """
-    files = manifest.files()
-    if manifest.world_size == ranks.world_size:
-        return [file for file in files if file.rank == ranks.rank]
+    files = point.files()
+    if all(layer.manifest.world_size == ranks.world_size for layer in point.layers):
+        return [(layer, file) for layer, file in files if file.rank == ranks.rank]
     loads = [0] * ranks.world_size
     mine = []
-    for file in sorted(files, key=lambda f: (-f.bytes, f.name)):
+    for layer, file in sorted(files, key=lambda pair: (-pair[1].bytes, pair[0].folder, pair[1].name)):
         rank = loads.index(min(loads))
         loads[rank] += file.bytes
         if rank == ranks.rank:
-            mine.append(file)
+            mine.append((layer, file))
     return mine
 
 

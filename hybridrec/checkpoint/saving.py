@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridrec.checkpoint import contents, snapshot
+from hybridrec.checkpoint.delta_chain import DeltaManifest, RemovedEntry
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import sync_folder, write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, Manifest, TableEntry
@@ -28,6 +29,7 @@ from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.sharded_tensors import optimizer_steps
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
+from hybridrec.store.initializer import Bank
 from hybridrec.store.row_export import ShardRows, rows_of_chunk
 
 MAX_THREADS = 4
@@ -71,6 +73,21 @@ def save(
     saving = Saving(path, model, optimizer, pipeline=pipeline, extra=extra, keep=keep, goes_on=False)
     saving.write()
     return saving.finish()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one rank has written."""
+
+    dense: FileEntry | None
+    """Of rank 0."""
+    own: FileEntry
+    """Generators, extra."""
+    entries: list[CollectionEntry]
+    sharded: tuple[list[FileEntry], list[Any]]
+    """See `ShardedWriter.write`."""
+    removed: list[RemovedEntry]
+    """Of a delta."""
 
 
 class Saving:
@@ -118,6 +135,8 @@ class Saving:
         self._rows: dict[tuple[str, str], ShardRows] = {}
         self._sharded: ShardedWriter | None = None
         self._sharded_parts: tuple[list[FileEntry], list[Any]] = ([], [])
+        self._removed: list[RemovedEntry] = []
+        self._digest = ""
         with watched(self._host_group, "save"):
             for module in self._collections.values():
                 module.take_back_prepared()
@@ -129,15 +148,15 @@ class Saving:
         self._rank, name = ranks.rank, ""
         with ranks.together():
             if self._rank == 0:
-                name = snapshot.begin(self._root, self._step)
+                name = self._open()
         self._name: str = ranks.from_first(name)
-        self._folder = snapshot.unfinished(self._root, self._name)
+        self._folder = self._unfinished()
         try:
             with ranks.together():
                 self._own, self._dense = self._copies(model, optimizer, extra)
                 sharded = contents.sharded_tensors(model, optimizer)
                 for c, module in self._collections.items():
-                    for table, rows in module.lookup.export_tables().items():
+                    for table, rows in module.lookup.export_tables(above_score=self._mark(c)).items():
                         self._rows[c, table] = rows
             if sharded:
                 self._sharded = ShardedWriter(self._folder, sharded, ranks, is_staged=goes_on)
@@ -173,6 +192,7 @@ class Saving:
             with ThreadPoolExecutor(num_threads) as pool:
                 written = list(pool.map(self._write_table, self._rows))
             self._files = dict(zip(self._rows, written, strict=True))
+            self._write_more()
             sync_folder(self._folder)
         except Exception as e:  # raised by `finish`, on all ranks
             self._error = e
@@ -185,6 +205,11 @@ class Saving:
         file = f"rows/{folder_name(c)}/{folder_name(name)}/{self._rank:05d}.rows"
         return write_rows(self._folder, file, self._rows[key], chunk_rows_of(table), self._rank)
 
+    @property
+    def digest(self) -> str:
+        """Of the manifest, after `finish`."""
+        return self._digest
+
     def finish(self) -> Path:
         """Wait until all ranks have written, and make the snapshot visible. Collective; errors as of `save`."""
         if self._thread is not None:
@@ -195,31 +220,85 @@ class Saving:
         except BaseException:
             self._give_up()
             raise
-        return self._root / self._name
+        return self._published()
 
     def _publish(self, ranks: Ranks) -> None:
         with ranks.together():
             if self._error is not None:
                 raise self._error
         entries = [with_files(entry, self._files) for entry in self._entries]
-        everyone = ranks.gather((*self._small, entries, self._sharded_parts))
+        dense, own = self._small
+        part = RankPart(dense=dense, own=own, entries=entries, sharded=self._sharded_parts, removed=self._removed)
+        everyone: list[RankPart] = ranks.gather(part)
         with ranks.together():
             if self._rank == 0:
-                sharded = files_of(self._sharded, self._folder, [one[3] for one in everyone])
-                manifest = Manifest(
-                    step=self._step,
-                    world_size=ranks.world_size,
-                    collections=tuple(map(merged, zip(*(one[2] for one in everyone), strict=True))),
-                    dense=everyone[0][0],
-                    ranks=tuple(one[1] for one in everyone),
-                    versions={"hybridrec": version("hybridrec"), "torch": torch.__version__},
-                    sharded=sharded,
-                )
+                sharded = files_of(self._sharded, self._folder, [one.sharded for one in everyone])
+                manifest = self._manifest(everyone, sharded)
                 for file in manifest.files():
                     require_here(self._folder, file)
                 write_file(self._folder, MANIFEST, manifest.encode(), 0)
                 sync_folder(self._folder)
-                snapshot.publish(self._root, self._name, self._keep)
+                self._show(manifest)
+                self._digest = manifest.digest
+        self._digest = ranks.from_first(self._digest)
+
+    # ---- what a delta does otherwise ---------------------------------------------------------------------------------
+
+    def _open(self) -> str:
+        """Make the folder in which is written; a name for it. On one rank."""
+        return snapshot.begin(self._root, self._step)
+
+    def _unfinished(self) -> Path:
+        """Where that folder is."""
+        return snapshot.unfinished(self._root, self._name)
+
+    def _mark(self, collection: str) -> int:
+        """Rows are written whose score is above it."""
+        return 0
+
+    def _banks(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Of tables with an ``init_fn``, what initial rows are chosen from: collection -> table -> float32 [n, D]."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for c, module in self._collections.items():
+            for table in module.table_configs:
+                if isinstance(table.initializer, Bank):
+                    found.setdefault(c, {})[table.name] = torch.from_numpy(table.initializer.rows)
+        return found
+
+    def _write_more(self) -> None:
+        """Write what is neither rows nor small."""
+
+    def _manifest(self, everyone: list[RankPart], sharded: tuple[FileEntry, ...]) -> Manifest | DeltaManifest:
+        """Of what all ranks wrote: [W]."""
+        return Manifest(
+            **self._common(everyone, sharded),
+            versions={"hybridrec": version("hybridrec"), "torch": torch.__version__},
+        )
+
+    def _common(self, everyone: list[RankPart], sharded: tuple[FileEntry, ...]) -> dict[str, Any]:
+        """What the manifests of snapshots and deltas have both."""
+        return {
+            "step": self._step,
+            "world_size": len(everyone),
+            "collections": tuple(map(merged, zip(*(one.entries for one in everyone), strict=True))),
+            "dense": everyone[0].dense,
+            "ranks": tuple(one.own for one in everyone),
+            "sharded": sharded,
+        }
+
+    def _show(self, manifest: Any) -> None:
+        """Make it visible. On one rank."""
+        snapshot.publish(self._root, self._name, self._keep)
+
+    def _published(self) -> Path:
+        """Where it is then."""
+        return self._root / self._name
+
+    def _discard(self) -> None:
+        """Remove what was written. On one rank."""
+        snapshot.give_up(self._root, self._name)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
         for rows in self._rows.values():
@@ -228,7 +307,7 @@ class Saving:
     def _give_up(self) -> None:
         self._close()
         if self._rank == 0:
-            snapshot.give_up(self._root, self._name)
+            self._discard()
 
     def _copies(self, model: nn.Module, optimizer: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """What this rank has beside rows, and what rank 0 has for all, as it is now."""
@@ -246,6 +325,7 @@ class Saving:
         return own, {
             "model": contents.copy_of(dict(dense_tensors(model)), "model"),
             "optimizer": contents.copy_of(state, "optimizer"),
+            "banks": self._banks(),
         }
 
     def _write_small(self) -> tuple[FileEntry | None, FileEntry]:

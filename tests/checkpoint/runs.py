@@ -72,7 +72,7 @@ def save_and_go_on(scenario: Scenario, path: Path, at: int, *, max_rows: int | N
         if step + 1 == at:
             folder = checkpoint.save(path, dmp, pipeline._optimizer, pipeline=pipeline, extra={"rank": dist.get_rank()})
             dense = {name: tensor.detach().to("cpu", copy=True) for name, tensor in dense_tensors(dmp)}
-            saved = {"folder": folder, "records": records_of(dmp), "dense": dense, "dense_sum": _dense_sum(pipeline)}
+            saved = {"folder": folder, "records": records_of(dmp), "dense": dense, "dense_sum": dense_sum_of(pipeline)}
     stats = dmp.module.ebc.stats()
     return saved | {"losses": losses, "final": records_of(dmp), "evicted": sum(s.evicted for s in stats)}
 
@@ -119,7 +119,7 @@ def _dense_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
     return {n.removeprefix("dense."): t.detach() for n, t in dense_tensors(dmp)}
 
 
-def _dense_sum(pipeline: HybridTrainPipelineSparseDist) -> list[torch.Tensor]:
+def dense_sum_of(pipeline: HybridTrainPipelineSparseDist) -> list[torch.Tensor]:
     """Adagrad's state of the dense part, in the order of its parameters."""
     (_, dense) = pipeline._optimizer.optimizers[1]
     return [dense.state[p]["sum"].to("cpu", copy=True) for p in dense.params.values()]
