@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hybridrec.checkpoint.files import read_rows, verify
+from hybridrec.checkpoint.delta_chain import DeltaManifest
 from hybridrec.checkpoint.manifest import Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.parquet import export_parquet
+from hybridrec.checkpoint.points import Point, newest_point, read_point, rows_at
 from hybridrec.checkpoint.recsdk_files import read_recsdk
 from hybridrec.checkpoint.safetensors import export_safetensors
 from hybridrec.checkpoint.saved_tables import layout_of, saved_tables
@@ -34,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hybridrec.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="tables, rows, optimizer, step, sizes of a snapshot")
-    inspect.add_argument("path", type=Path, help="a snapshot, or a folder of them: the newest")
-    inspect.add_argument("--verify", action="store_true", help="compare every file with its hash")
+    inspect.add_argument("path", type=Path, help="a snapshot, one of its deltas, or a folder of snapshots: the newest")
+    inspect.add_argument("--verify", action="store_true", help="compare every file with its hash, those of deltas too")
     inspect.add_argument("--id", nargs=2, metavar=("TABLE", "ID"), help="print the row of an id")
-    diff = commands.add_parser("diff", help="what two snapshots have different")
+    diff = commands.add_parser("diff", help="what two snapshots, or deltas with all before them, have different")
     diff.add_argument("a", type=Path)
     diff.add_argument("b", type=Path)
     export = commands.add_parser("export", help="write each table to OUT/TABLE.safetensors or .parquet: id, embedding")
-    export.add_argument("path", type=Path, help="a snapshot, or a folder of them: the newest")
+    export.add_argument("path", type=Path, help="a snapshot without its deltas, or a folder of them: the newest")
     export.add_argument("out", type=Path)
     export.add_argument("--format", choices=tuple(_EXPORTS), default="safetensors", help="default: safetensors")
     export.add_argument("--table", action="append", metavar="TABLE", help="only this one; may be repeated")
@@ -81,10 +82,11 @@ def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None] | None]:
 
 
 def _inspect(path: Path, *, is_verified: bool, wanted: tuple[str, str] | None) -> int:
-    folder = resolve(path)
-    manifest = read_manifest(folder)
+    point = read_point(path)
+    snapshot, manifest = point.snapshot, read_manifest(point.snapshot)
+    chain = point if point.number else newest_point(snapshot)
     total = sum(file.bytes for file in manifest.files())
-    print(f"{folder}: step {manifest.step:,}, {manifest.world_size} ranks, {total:,} bytes, {_versions(manifest)}")
+    print(f"{snapshot}: step {manifest.step:,}, {manifest.world_size} ranks, {total:,} bytes, {_versions(manifest)}")
     for collection in manifest.collections:
         steps = f"{collection.batches_committed:,} steps, newest ordinal {collection.ordinal:,}"
         print(f"collection {collection.name!r}: {steps}")
@@ -94,70 +96,83 @@ def _inspect(path: Path, *, is_verified: bool, wanted: tuple[str, str] | None) -
                 f"  table {table.name!r}: {table.rows:,} rows x {table.dim}, {table.optimizer['kind']} (states: "
                 f"{states}), {sum(f.bytes for f in table.files):,} bytes, rows by rank {[f.rows for f in table.files]}"
             )
-    for name, (dtype, shape) in ShardedReader(folder, manifest.sharded).shapes.items():
+    for name, (dtype, shape) in ShardedReader(snapshot, manifest.sharded).shapes.items():
         print(f"sharded by torch: {name.partition('.')[2]!r}, {dtype} {shape}")
+    for layer in chain.layers:
+        if isinstance(layer.manifest, DeltaManifest):
+            print(_told(layer.manifest))
     if is_verified:
-        for file in manifest.files():
-            verify(folder, file)
-        print(f"{len(manifest.files())} files are what was written")
+        for layer, file in chain.files():
+            layer.verify(file)
+        print(f"{len(chain.files())} files are what was written")
     if wanted is not None:
-        _print_row(folder, manifest, *wanted)
+        _print_row(point, *wanted)
     return 0
+
+
+def _told(delta: DeltaManifest) -> str:
+    rows = sum(table.rows for collection in delta.collections for table in collection.tables)
+    removed, total = sum(entry.file.rows for entry in delta.removed), sum(file.bytes for file in delta.files())
+    return (
+        f"delta {delta.number}: step {delta.step:,}, {delta.world_size} ranks, {rows:,} rows changed, {removed:,} ids "
+        f"removed, {total:,} bytes"
+    )
 
 
 def _versions(manifest: Manifest) -> str:
     return ", ".join(f"{package} {version}" for package, version in sorted(manifest.versions.items()))
 
 
-def _tables(manifest: Manifest) -> dict[tuple[str, str], TableEntry]:
-    return {(c.name, table.name): table for c in manifest.collections for table in c.tables}
+def _tables(point: Point) -> dict[tuple[str, str], TableEntry]:
+    return {(c.name, table.name): table for c in point.collections for table in c.tables}
 
 
-def _print_row(folder: Path, manifest: Manifest, table_name: str, text: str) -> None:
-    found = [(key, table) for key, table in _tables(manifest).items() if table.name == table_name]
+def _print_row(point: Point, table_name: str, text: str) -> None:
+    found = [(key, table) for key, table in _tables(point).items() if table.name == table_name]
     if not found:
-        raise ConfigError(f"there is no table {table_name!r}. Tables: {[t.name for t in _tables(manifest).values()]}.")
+        raise ConfigError(f"there is no table {table_name!r}. Tables: {[t.name for t in _tables(point).values()]}.")
     try:
         wanted = int(text)
     except ValueError:
         raise ConfigError(f"{text!r} is no id. Pass an int64.") from None
+    when = f" after delta {point.number}" if point.number else ""
     for (collection, _), table in found:
-        row = next(_rows_with(folder, table, wanted), None)
+        row = next(_rows_with(point, collection, table, wanted), None)
+        where = f"collection {collection!r}, table {table.name!r}"
         if row is None:
-            print(f"collection {collection!r}, table {table.name!r}: id {wanted} has no row")
+            print(f"{where}: id {wanted} has no row{when}")
             continue
-        print(f"collection {collection!r}, table {table.name!r}, id {wanted}: last used by batch {row.scores_N.item()}")
+        print(f"{where}, id {wanted}{when}: last used by batch {row.scores_N.item()}")
         for name, values in {"weights": row.weights_ND, **row.states}.items():
             print(f"  {name}: {values.flatten().tolist()}")
 
 
-def _rows_with(folder: Path, table: TableEntry, wanted: int) -> Iterator[RowChunk]:
+def _rows_with(point: Point, collection: str, table: TableEntry, wanted: int) -> Iterator[RowChunk]:
     layout = layout_of(table)
-    for file in table.files:
-        for chunk in read_rows(folder, table, file, layout):
-            at = int(np.searchsorted(chunk.ids_N.numpy(), wanted))
-            if at < len(chunk.ids_N) and chunk.ids_N[at].item() == wanted:
-                part = slice(at, at + 1)
-                records = chunk.records(layout)[part]
-                yield RowChunk.of_records(chunk.ids_N[part], chunk.scores_N[part], records, layout)
+    for chunk in rows_at(point, collection, table.name, layout):
+        at = int(np.searchsorted(chunk.ids_N.numpy(), wanted))
+        if at < len(chunk.ids_N) and chunk.ids_N[at].item() == wanted:
+            part = slice(at, at + 1)
+            records = chunk.records(layout)[part]
+            yield RowChunk.of_records(chunk.ids_N[part], chunk.scores_N[part], records, layout)
 
 
 def _diff(a: Path, b: Path) -> int:
-    folders = resolve(a), resolve(b)
-    first, second = (read_manifest(folder) for folder in folders)
+    points = read_point(a), read_point(b)
+    first, second = (point.last.manifest for point in points)
     differences = [
         f"{name}: {x} and {y}"
         for name, x, y in (("step", first.step, second.step), ("ranks", first.world_size, second.world_size))
         if x != y
     ]
-    tables = _tables(first), _tables(second)
+    tables = _tables(points[0]), _tables(points[1])
     for key in sorted(tables[0].keys() | tables[1].keys()):
         name = f"collection {key[0]!r}, table {key[1]!r}"
         if key not in tables[0] or key not in tables[1]:
-            differences.append(f"{name}: only in {folders[key not in tables[0]]}")
+            differences.append(f"{name}: only in {points[key not in tables[0]].last.folder}")
             continue
-        differences += _diff_table(name, folders, (tables[0][key], tables[1][key]))
-    differences += _diff_sharded(*(ShardedReader(f, m.sharded) for f, m in zip(folders, (first, second), strict=True)))
+        differences += _diff_table(name, points, key)
+    differences += _diff_sharded(*(ShardedReader(p.last.folder, p.last.manifest.sharded) for p in points))
     if first.dense.sha256 != second.dense.sha256:
         differences.append("parameters outside of hashed tables, or the optimizer, differ")
     print("\n".join(differences) or "no difference")
@@ -172,11 +187,13 @@ def _diff_sharded(a: ShardedReader, b: ShardedReader) -> list[str]:
     return [f"{name.partition('.')[2]!r} differs" for name in first if not torch.equal(first[name], second[name])]
 
 
-def _diff_table(name: str, folders: tuple[Path, Path], tables: tuple[TableEntry, TableEntry]) -> list[str]:
+def _diff_table(name: str, points: tuple[Point, Point], key: tuple[str, str]) -> list[str]:
+    tables = [_tables(point)[key] for point in points]
     shapes = [(table.dim, table.states) for table in tables]
     if shapes[0] != shapes[1]:
         return [f"{name}: rows are {shapes[0]} and {shapes[1]}"]
-    ids, scores, records = zip(*(_sorted_rows(*one) for one in zip(folders, tables, strict=True)), strict=True)
+    found_rows = (_sorted_rows(point, key[0], table) for point, table in zip(points, tables, strict=True))
+    ids, scores, records = zip(*found_rows, strict=True)
     common, in_a, in_b = np.intersect1d(ids[0], ids[1], assume_unique=True, return_indices=True)
     has_other_record = (records[0][in_a] != records[1][in_b]).any(axis=1)
     has_other_score = scores[0][in_a] != scores[1][in_b]
@@ -190,10 +207,10 @@ def _diff_table(name: str, folders: tuple[Path, Path], tables: tuple[TableEntry,
     return [f"{name}: " + ", ".join(found)] if found else []
 
 
-def _sorted_rows(folder: Path, table: TableEntry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sorted_rows(point: Point, collection: str, table: TableEntry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids int64 [R], scores int64 [R], records as uint32 [R, record] (so that NaN equals itself)."""
     layout = layout_of(table)
-    chunks = [c for file in table.files for c in read_rows(folder, table, file, layout)]
+    chunks = list(rows_at(point, collection, table.name, layout))
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, layout.record_floats), np.uint32)
     ids = torch.cat([c.ids_N for c in chunks]).numpy()

@@ -17,11 +17,10 @@ from hybridrec.checkpoint.manifest import (
     digest_of,
     read_json,
 )
+from hybridrec.checkpoint.snapshot import DELTAS
 from hybridrec.errors import StateError
 
 DELTA_FORMAT = 2
-DELTAS = "deltas"
-"""Folder in a snapshot."""
 _NEWEST, _UNFINISHED = "newest", ".unfinished_"
 
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrec.checkpoint.delta_chain import DELTAS, DeltaManifest, delta_folder, newest_delta, read_delta
+from hybridrec.checkpoint.delta_chain import DeltaManifest, delta_folder, newest_delta, read_delta
 from hybridrec.checkpoint.files import read_rows, verify
 from hybridrec.checkpoint.manifest import (
     MANIFEST,
@@ -24,7 +24,7 @@ from hybridrec.checkpoint.manifest import (
     TableEntry,
     read_manifest,
 )
-from hybridrec.checkpoint.snapshot import resolve
+from hybridrec.checkpoint.snapshot import DELTAS, resolve
 from hybridrec.errors import StateError
 from hybridrec.store.row_export import RowChunk
 from hybridrec.store.row_state_layout import RowStateLayout

@@ -12,6 +12,8 @@ from hybridrec.errors import StateError
 
 _PREFIX, _UNFINISHED = "step_", ".unfinished_"
 _LATEST = "latest"
+DELTAS = "deltas"
+"""Folder in a snapshot; see `delta_chain`."""
 _being_written: set[Path] = set()
 """Folders of this process that are not left over."""
 
@@ -44,10 +46,12 @@ def resolve(path: str | Path) -> Path:
     """A snapshot: ``path`` itself, or the newest one in it.
 
     Raises:
-        StateError: There is none.
+        StateError: There is none, or it is a delta of one.
     """
     root = Path(path)
     if (root / MANIFEST).is_file():
+        if root.parent.name == DELTAS:
+            raise StateError(f"{root} is a delta. Pass its snapshot, {root.parent.parent}, or the folder of snapshots.")
         return root
     found = latest(root)
     if found is None:

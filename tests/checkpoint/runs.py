@@ -26,17 +26,17 @@ Records = dict[str, dict[int, tuple[bytes, int]]]
 
 
 @contextlib.contextmanager
-def evicting(max_rows: int | None) -> Iterator[None]:
+def evicting(max_rows: int | None, policy: str = "evict") -> Iterator[None]:
     """Tables built inside drop rows beyond ``max_rows``."""
-    limited = functools.partial(HashEmbeddingBagConfig, max_rows=max_rows, full_policy="evict")
+    limited = functools.partial(HashEmbeddingBagConfig, max_rows=max_rows, full_policy=policy)
     with mock.patch.object(scenarios, "HashEmbeddingBagConfig", limited) if max_rows else contextlib.nullcontext():
         yield
 
 
 def build(
-    scenario: Scenario, depth: int = 3, max_rows: int | None = None
+    scenario: Scenario, depth: int = 3, max_rows: int | None = None, policy: str = "evict"
 ) -> tuple[DistributedModelParallel, HybridTrainPipelineSparseDist]:
-    with evicting(max_rows):
+    with evicting(max_rows, policy):
         return build_pipelined(scenario, all_batches(scenario), depth)
 
 

@@ -67,10 +67,17 @@ def compare(follower: checkpoint.Follower, dmp: DistributedModelParallel, step: 
 
 
 def write_chain(
-    scenario: Scenario, path: Path, *, first: int, every: int, max_rows: int | None = None, mutant: str = ""
+    scenario: Scenario,
+    path: Path,
+    *,
+    first: int,
+    every: int,
+    max_rows: int | None = None,
+    policy: str = "evict",
+    mutant: str = "",
 ) -> dict[str, Any]:
     """Train with batches in flight; a snapshot at a step, deltas from then on, each compared with the tables."""
-    dmp, pipeline = build(scenario, max_rows=max_rows)
+    dmp, pipeline = build(scenario, max_rows=max_rows, policy=policy)
     writer = checkpoint.DeltaWriter(path, dmp, pipeline._optimizer, pipeline=pipeline)
     batches, follower, losses = iter(mine(scenario, all_batches(scenario))), None, []
     with pytest.MonkeyPatch.context() as patch:
@@ -149,9 +156,10 @@ def test_mutants_are_caught(pools: RankPools, tmp_path: Path, mutant: str) -> No
 
 @pytest.fixture(scope="module")
 def chain(pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A snapshot with four deltas."""
+    """A snapshot with four deltas, and another run of the same model that has such ones too."""
     path = tmp_path_factory.mktemp("chain")
-    pools[2].run(write_chain, EVICTING, path, first=32, every=4, max_rows=160)
+    for name, seed in (("run", 1), ("other", 2)):
+        pools[2].run(write_chain, replace(EVICTING, seed=seed), path / name, first=32, every=4, max_rows=160)
     return path
 
 
@@ -215,9 +223,16 @@ def _alter(path: Path) -> None:
     file.write_bytes(data)
 
 
+def _of_another_chain(path: Path) -> None:
+    """Delta 3 of a run of the same model, at the same steps."""
+    _drop(path, 3)
+    shutil.copytree(_deltas(path.parent / "other")[2], _deltas(path)[2])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_of_another_chain, "delta 3 of .* does not follow what is before it"),
         (lambda path: _drop(path, 2), "delta 2 of .* is missing"),
         (lambda path: _drop(path, 4), "delta 4 of .* is missing"),
         (_repeat, "delta 3 of .*: delta 2 is in its place"),
@@ -233,7 +248,8 @@ def test_a_chain_that_is_not_whole_is_refused(
     chain: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     path = tmp_path / "copy"
-    shutil.copytree(chain, path)
+    shutil.copytree(chain / "run", path)
+    shutil.copytree(chain / "other", tmp_path / "other")
     assert checkpoint.follow(path).number == 4
     follower = checkpoint.follow(path)
     follower._take(follower._snapshot_layer(follower.snapshot))  # as if it had begun before the first delta
