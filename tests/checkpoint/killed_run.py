@@ -1,6 +1,6 @@
 """One rank of a run that saves and, told so, kills itself at the n-th call of a stage. Resumes if there is a snapshot.
 
-Arguments: rank, world size, port, folder, stage ("none": runs to its end), number of the call.
+Arguments: rank, world size, port, folder, stage ("none": runs to its end), number of the call; "deltas" to write some.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrec.cache.swap import HostMemorySwapper
-from hybridrec.checkpoint import Checkpointer, files, snapshot
+from hybridrec.checkpoint import Checkpointer, delta_chain, delta_saving, files, snapshot
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
@@ -43,11 +43,20 @@ STAGES: dict[str, tuple[Any, str]] = {
     "remove": (snapshot, "remove_folder"),
     "import": (ShardGroup, "import_rows"),
 }
+DELTA_STAGES: dict[str, tuple[Any, str]] = {
+    "publish delta": (delta_saving, "publish_delta"),
+    "newest": (delta_chain, "replace_file"),
+    "unfinished": (delta_chain, "remove_folder"),
+    "removed": (ShardGroup, "removed_ids"),
+}
+"""Of runs that write deltas, too."""
+DELTAS = {"every": 8, "delta_every": 2}
+"""How they do."""
 
 
 def kill_at(stage: str, number: int) -> None:
     """End this process before the n-th call, or, of an even n, after it."""
-    owner, name = STAGES[stage]
+    owner, name = (STAGES | DELTA_STAGES)[stage]
     original: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
@@ -68,7 +77,8 @@ def kill_at(stage: str, number: int) -> None:
 def run(path: Path, **kwargs: Any) -> dict[str, Any]:
     """Train to the end, saving every four batches; the end as digests. ``kwargs``: of `Checkpointer`."""
     dmp, pipeline = build(SCENARIO)
-    with Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=4, keep=2, **kwargs) as checkpointer:
+    arguments = {"every": 4, "keep": 2} | kwargs
+    with Checkpointer(path, dmp, pipeline._optimizer, pipeline, **arguments) as checkpointer:
         first = checkpointer.resume()
         batches = iter(mine(SCENARIO, all_batches(SCENARIO)[first:]))
         losses = []
@@ -85,13 +95,13 @@ def run(path: Path, **kwargs: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, world_size, port, folder, stage, number = sys.argv[1:]
+    rank, world_size, port, folder, stage, number, *options = sys.argv[1:]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world_size))
     if stage != "none":
         kill_at(stage, int(number))
-    result = run(Path(folder))
+    result = run(Path(folder), **(DELTAS if options == ["deltas"] else {}))
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(result))
     os._exit(0)
 

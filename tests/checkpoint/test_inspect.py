@@ -12,7 +12,7 @@ from hybridrec.checkpoint.__main__ import main
 from hybridrec.checkpoint.delta_chain import read_delta
 from hybridrec.checkpoint.manifest import read_manifest
 from hybridrec.checkpoint.points import read_point, rows_at
-from hybridrec.checkpoint.safetensors import layout_of
+from hybridrec.checkpoint.saved_tables import layout_of
 from tests.checkpoint.runs import build
 from tests.checkpoint.test_deltas import EVICTING, write_chain
 from tests.distributed.pipelines import all_batches, mine

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from hybridrec import ConfigError, HybridTrainPipelineSparseDist, checkpoint
-from tests.checkpoint.killed_run import SCENARIO, STAGES, run
+from tests.checkpoint.killed_run import DELTA_STAGES, DELTAS, SCENARIO, STAGES, run
 from tests.checkpoint.runs import build
 from tests.ranks import RankPools
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 KILL_SECONDS = 240
 
 
-def run_killed(world_size: int, folder: Path, victim: int, stage: str, number: int) -> None:
+def run_killed(world_size: int, folder: Path, victim: int, stage: str, number: int, *options: str) -> None:
     """Start the ranks; one kills itself, the others are killed then."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -33,7 +33,8 @@ def run_killed(world_size: int, folder: Path, victim: int, stage: str, number: i
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), str(world_size), str(port), str(folder)]
-            + ([stage, str(number)] if rank == victim else ["none", "0"]),
+            + ([stage, str(number)] if rank == victim else ["none", "0"])
+            + list(options),
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -48,11 +49,15 @@ def run_killed(world_size: int, folder: Path, victim: int, stage: str, number: i
             rank.wait()
 
 
-def check_resumed(pools: RankPools, world_size: int, folder: Path, expected: list[dict[str, Any]]) -> None:
-    resumed = pools[world_size].run(run, folder)
+def check_resumed(
+    pools: RankPools, world_size: int, folder: Path, expected: list[dict[str, Any]], **kwargs: Any
+) -> int:
+    """Where it resumed. ``kwargs``: of `Checkpointer`."""
+    resumed = pools[world_size].run(run, folder, **kwargs)
     for before, after in zip(expected, resumed, strict=True):
         assert after["rows"] == before["rows"] and after["last"] == SCENARIO.steps
         assert after["losses"] == before["losses"][after["first"] :]
+    return int(resumed[0]["first"])
 
 
 _uninterrupted: dict[int, list[dict[str, Any]]] = {}
@@ -86,6 +91,31 @@ def test_a_run_that_is_killed_in_any_stage(pools: RankPools, tmp_path: Path, sta
     victim = 0 if stage in once_a_save else rng.randrange(2)
     run_killed(2, tmp_path, victim, stage, rng.randint(1, 2 if stage == "import" else often))
     check_resumed(pools, 2, tmp_path, expected)
+
+
+@pytest.mark.parametrize(("stage", "number", "first"), [("newest", 3, 8), ("publish delta", 4, 12)])
+def test_a_killed_run_goes_on_from_its_last_delta(
+    pools: RankPools, tmp_path: Path, stage: str, number: int, first: int
+) -> None:
+    """Snapshots of steps 2, 8, 16, deltas of 4, 6, 10, 12: one is renamed and not the newest yet, one is complete."""
+    expected = uninterrupted(pools, 1, tmp_path)
+    run_killed(1, tmp_path, 0, stage, number, "deltas")
+    assert check_resumed(pools, 1, tmp_path, expected, **DELTAS) == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("stage", [*DELTA_STAGES, *STAGES])
+def test_a_run_with_deltas_that_is_killed_in_any_stage(pools: RankPools, tmp_path: Path, stage: str, seed: int) -> None:
+    rng = random.Random(f"{stage} {seed} deltas")
+    expected = uninterrupted(pools, 2, tmp_path)
+    once = {"publish": 3, "latest": 3, "remove": 1, "publish delta": 6, "newest": 6, "unfinished": 6}
+    often = once | {"write": 40, "export": 8, "import": 2, "removed": 20}
+    if stage == "import":
+        run_killed(2, tmp_path, 0, "newest", 4, "deltas")  # it is loading that is killed
+    victim = 0 if stage in once else rng.randrange(2)
+    run_killed(2, tmp_path, victim, stage, rng.randint(1, often.get(stage, 15)), "deltas")
+    check_resumed(pools, 2, tmp_path, expected, **DELTAS)
 
 
 def run_asked_to_end(path: Path) -> dict[str, Any]:
