@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 
 from hybridrec import StateError, checkpoint
-from hybridrec.checkpoint import files, loading
+from hybridrec.checkpoint import files, points
 from hybridrec.distributed.model_parts import dense_tensors
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import build, records_of
@@ -196,7 +196,7 @@ def save_on_three_threads(scenario: Scenario, path: Path) -> None:
             meeting.wait()
         original(file, data, rows=rows)
 
-    verify, both = loading.verify, threading.Barrier(3, timeout=20)
+    verify, both = points.verify, threading.Barrier(3, timeout=20)
 
     def meet_and_verify(folder: Path, file: Any) -> None:
         if file.rows:
@@ -208,7 +208,7 @@ def save_on_three_threads(scenario: Scenario, path: Path) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(files.HashedFile, "write", write)
-            patch.setattr(loading, "verify", meet_and_verify)
+            patch.setattr(points, "verify", meet_and_verify)
             checkpoint.save(path, dmp, pipeline._optimizer, pipeline=pipeline)
             expected = records_of(dmp)
             checkpoint.load(path, dmp, pipeline._optimizer, pipeline=pipeline)

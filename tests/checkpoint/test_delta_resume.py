@@ -20,8 +20,9 @@ from hybridrec.checkpoint.manifest import read_manifest
 from tests.checkpoint.runs import build, dense_sum_of, go_on_against_oracle, load_and_go_on, records_of
 from tests.checkpoint.test_background import Slow
 from tests.checkpoint.test_deltas import ADAM, EVICTING, MAX_ROWS, compare, everyone, full_disk, train
+from tests.distributed.oracle import Table
 from tests.distributed.pipelines import all_batches, mine
-from tests.distributed.scenario import Scenario
+from tests.distributed.scenario import TABLES, Scenario
 from tests.distributed.test_sharding_types import MIXED
 from tests.ranks import RankFailure, RankPools
 
@@ -237,11 +238,13 @@ def checkpointed(
             if step % 4 == 0 or step == stop_at:
                 pipeline.withdraw()
                 points[step] = everyone(dmp)
+            if in_background and step == full_disk_at:
+                wait(checkpointer)  # so that nothing puts off the delta that is due
             with full_disk(step == full_disk_at):
                 try:
                     checkpointer.after_batch({"step": step})
                     if in_background and step == full_disk_at:
-                        checkpointer._deltas._written.saving._thread.join()
+                        wait(checkpointer)
                 except StateError as e:
                     errors.append((step, str(e)))
             if checkpointer.is_stopping:
@@ -255,6 +258,13 @@ def checkpointed(
         "logged": logged.messages,
         "final": records_of(dmp),
     }
+
+
+def wait(checkpointer: checkpoint.Checkpointer) -> None:
+    """Until this rank has written."""
+    written = checkpointer._deltas._written
+    if written is not None:
+        written.saving._thread.join()
 
 
 class _Logged(logging.Handler):
@@ -381,6 +391,33 @@ def test_a_chain_that_somebody_else_writes_is_not_added_to(pools: RankPools, tmp
     assert "has a newer snapshot than step_000000000001" in said[0]
     assert "ends with delta 1, which this job did not write; delta 0 was its last one" in said[1]
     assert "is not there any more" in said[2]
+
+
+def cut_otherwise(scenario: Scenario, path: Path) -> str:
+    """After a restart the columns of a table are on other ranks."""
+    dmp, pipeline = build(scenario)
+    writer = checkpoint.DeltaWriter(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    loaded = writer.resume()
+    if loaded is None or loaded.batches_committed != 6:
+        raise AssertionError(f"{loaded}")
+    with pytest.raises(StateError, match=r"save_delta: .* Call save_full\(\) first") as error:
+        writer.save_delta()
+    follower = checkpoint.follow(path)
+    writer.save_full()
+    pipeline.progress(iter(mine(scenario, all_batches(scenario)[6:])))
+    writer.save_delta()
+    dist.barrier()
+    follower.update()
+    compare(follower, dmp, 7)
+    return str(error.value)
+
+
+def test_a_chain_begins_anew_where_tables_are_cut_otherwise(pools: RankPools, tmp_path: Path) -> None:
+    whole = Table(name="page", dim=8, features=("page",), owners=((8, 1),))
+    pools[2].run(write_until, replace(ADAM, tables=(TABLES[0], whole)), tmp_path, first=2, every=2, at=6)
+    cut = replace(whole, owners=((5, 0), (3, 1)))
+    for said in pools[2].run(cut_otherwise, replace(ADAM, tables=(TABLES[0], cut)), tmp_path):
+        assert "tables, or columns of them, are on other ranks than those of the snapshot" in said
 
 
 def no_room(scenario: Scenario, path: Path) -> tuple[str, list[int], list[int]]:

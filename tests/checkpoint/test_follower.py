@@ -268,13 +268,20 @@ def test_a_newer_snapshot_changes_what_differs(chain: tuple[Path, Show], tmp_pat
         assert version.storage._num_used - used[key] < len(version.ids)
 
 
-LAYOUT = RowStateLayout(dim=32, states=(RowState("m"), RowState("v"), RowState("sum", is_row_wise=True)))
+LAYOUT = RowStateLayout(
+    dim=32,
+    states=(
+        RowState(name="m", is_row_wise=False),
+        RowState(name="v", is_row_wise=False),
+        RowState(name="sum", is_row_wise=True),
+    ),
+)
 
 
 def made(ids: np.ndarray, seed: int) -> list[RowChunk]:
     records = torch.from_numpy(np.random.default_rng(seed).random((len(ids), LAYOUT.record_floats), np.float32))
     return [
-        RowChunk.of_records(i, torch.full_like(i, seed), r, LAYOUT)
+        RowChunk.of_records(i, torch.full_like(i, seed), r.clone(), LAYOUT)
         for i, r in zip(torch.from_numpy(ids).split(1000), records.split(1000), strict=True)
     ]
 
