@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybridrec import ConfigError, StateError, accumulate_gradients, checkpoint
 from hybridrec.checkpoint.loading import _share
+from hybridrec.checkpoint.points import Layer, Point
 from hybridrec.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.native import ShardGroup
@@ -248,10 +249,11 @@ def test_what_is_no_checkpoint_of_hashed_tables_is_named(pool_1: Any) -> None:
 def test_every_file_is_verified_once_and_at_the_same_number_of_ranks_by_its_own(before: int, now: int) -> None:
     files = tuple(FileEntry(name=f"{n}", rank=n % before, bytes=100 - n, sha256="") for n in range(12))
     manifest = Manifest(step=1, world_size=before, collections=(), dense=files[0], ranks=files[1:])
+    point = Point(layers=(Layer(folder=Path("snapshot"), manifest=manifest),))
     shares: list[list[FileEntry]] = []
     for rank in range(now):
         ranks: Any = SimpleNamespace(rank=rank, world_size=now)
-        shares.append(_share(manifest, ranks))
+        shares.append([file for _, file in _share(point, ranks)])
     assert sorted(int(file.name) for share in shares for file in share) == list(range(12))
     if before == now:
         assert [{file.rank for file in share} for share in shares] == [{rank} for rank in range(now)]
