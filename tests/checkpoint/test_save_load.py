@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from hybridrec import ConfigError, StateError, accumulate_gradients, checkpoint
 from hybridrec.checkpoint.loading import _share
-from hybridrec.checkpoint.points import Layer, Point
 from hybridrec.checkpoint.manifest import FileEntry, Manifest, read_manifest
+from hybridrec.checkpoint.points import Layer, Point
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import Records, build, go_on_against_oracle, load_and_go_on, records_of, save_and_go_on
