@@ -46,7 +46,7 @@ CHAINS = {
         in_background=True,
     ),
     "three ranks": Chain(stages=("dist", "swap", "commit", "rows", "latest", "import"), world_size=3),
-    "one rank": Chain(stages=("moment", "map", "commit", "export", "publish", "remove", "import"), world_size=1),
+    "one rank": Chain(stages=("moment", "map", "commit", "export", "latest", "remove", "import"), world_size=1),
 }
 
 
