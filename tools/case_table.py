@@ -29,6 +29,7 @@ PROJECTS = {
     "dr": "DR",
     "cai": "CAI",
     "recstore": "RecStore",
+    "pytorch": "pytorch",
 }
 
 

@@ -162,6 +162,8 @@ class TransactionLog:
         self.swapper = swapper
         self.committed = 0
         """Steps of the rows, since construction: one a batch, or one a group of accumulated gradients."""
+        self.num_batches = 0
+        """Committed batches, since construction: more than steps where gradients are accumulated."""
         self.broken = ""
         """Why rows are neither as before nor as after a batch; nothing may be planned or undone then."""
         self.lock = threading.RLock()
@@ -238,6 +240,7 @@ class TransactionLog:
     def post_commit(self, transaction: BatchTransaction) -> None:
         """For `BatchTransaction.commit`."""
         self.committed += transaction.ends_step
+        self.num_batches += 1
         self._posted.append(transaction)
         self._open.discard(transaction)
         if self.lock.acquire(blocking=False):

@@ -143,7 +143,7 @@ class Saving:
             self._begin(Ranks(self._host_group), model, optimizer, pipeline, extra, goes_on)
 
     def _begin(self, ranks: Ranks, model: nn.Module, optimizer: Any, pipeline: Any, extra: Any, goes_on: bool) -> None:
-        committed = [module.lookup.log.committed for module in self._collections.values()]
+        committed = [module.lookup.log.num_batches for module in self._collections.values()]
         self._step = max(committed) if pipeline is None else pipeline.batches_committed
         self._rank, name = ranks.rank, ""
         with ranks.together():

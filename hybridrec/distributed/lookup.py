@@ -325,12 +325,13 @@ class PooledLookup(nn.Module):
             for t, table in enumerate(self._tables)
         }
 
-    def forget_rows(self, *, ordinal: int, committed: int) -> None:
+    def forget_rows(self, *, ordinal: int, committed: int, num_batches: int) -> None:
         """Drop all rows, and go on as after a batch with this ordinal; see `import_rows`.
 
         Args:
             ordinal: The next batch gets the one after it.
             committed: Steps of the optimizer so far.
+            num_batches: Training batches so far.
 
         Raises:
             StateError: A batch is in flight. Nothing changed.
@@ -339,7 +340,7 @@ class PooledLookup(nn.Module):
         for t in range(len(self._tables)):
             self._group.clear_rows(t)
         self._group.set_ordinal(ordinal)
-        self.log.committed = committed
+        self.log.committed, self.log.num_batches = committed, num_batches
 
     def require_idle(self) -> None:
         """Raise `StateError` if a batch is in flight, or some rows are as before a batch and some are not."""

@@ -2,7 +2,7 @@
 
 The keys name the rank, so that the state_dicts of all ranks can be merged into one, and nothing takes one rank's rows
 for another's: ``{collection}.rows.{table}.rank_{r}_of_{W}.ids``, ``.scores``, ``.records``, and
-``{collection}.progress.rank_{r}_of_{W}`` (ordinal, committed batches). Of a table that one rank has, it says
+``{collection}.progress.rank_{r}_of_{W}`` (ordinal, steps, batches). Of a table that one rank has, it says
 ``whole`` in place of the rank.
 """
 
@@ -30,6 +30,7 @@ WHOLE = "whole"
 """In the keys of a table that one rank has."""
 _TABLE = re.compile(r"rows\.(.+)\.(?:rank_\d+_of_\d+|whole)\.ids", re.DOTALL)
 _PROGRESS = re.compile(r"progress\.rank_(\d+)_of_(\d+)")
+_ROWS = re.compile(rf"rows\.(.+)\.(?:rank_(\d+)_of_(\d+)|{WHOLE})\.(?:ids|scores|records(?:_\w+)?)")
 
 
 def owner_of(ids_N: Tensor, world_size: int) -> Tensor:
@@ -58,7 +59,7 @@ def put_rows(
         records = [torch.empty((0, table.layout.record_floats)), *(c.records(table.layout) for c in chunks)]
         destination[f"{where}.{_records_name(table)}"] = torch.cat(records)
     log = lookup.log
-    destination[f"{prefix}progress.{who}"] = torch.tensor([log.committed_ordinal, log.committed])
+    destination[f"{prefix}progress.{who}"] = torch.tensor([log.committed_ordinal, log.committed, log.num_batches])
 
 
 def _records_name(table: ShardTable) -> str:
@@ -67,9 +68,20 @@ def _records_name(table: ShardTable) -> str:
     return "records" if row_type is RowType.FLOAT32 else f"records_{row_type.name.lower()}"
 
 
-def is_of_rows(key: str, prefix: str) -> bool:
-    """Whether `put_rows` makes such a key for a collection."""
-    return key.startswith((f"{prefix}rows.", f"{prefix}progress."))
+def unexpected_keys(state: Mapping[str, Any], prefix: str, tables: Collection[str]) -> list[str]:
+    """Keys of a collection that `put_rows` makes for none of its tables, or for a rank whose progress is not there."""
+    known = set(_ranks_in(state, prefix))
+    unexpected = []
+    for key in state:
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or _PROGRESS.fullmatch(name):
+            continue
+        found = _ROWS.fullmatch(name)
+        is_known = found is not None and (found[2] is None or (int(found[2]), int(found[3])) in known)
+        names = set() if found is None else {found[1], found[1].rpartition("[")[0]}  # the second: of columns of a table
+        if not is_known or names.isdisjoint(tables):
+            unexpected.append(key)
+    return unexpected
 
 
 def collections_in(keys: Iterable[Any]) -> list[str]:
@@ -100,8 +112,8 @@ def take_rows(
         list(_rows_of(part, table, state, prefix, sources)) for part, table in zip(parts, lookup.tables, strict=True)
     ]
     progress = [state[f"{prefix}progress.rank_{r}_of_{w}"].tolist() for r, w in sources]
-    ordinal, committed = (max(values) for values in zip(*progress, strict=True))
-    lookup.forget_rows(ordinal=int(ordinal), committed=int(committed))
+    ordinal, committed, num_batches = (int(max(values)) for values in zip(*progress, strict=True))
+    lookup.forget_rows(ordinal=ordinal, committed=committed, num_batches=num_batches)
     for part, table, chunks in zip(parts, lookup.tables, found, strict=True):
         for rows in chunks:
             if part.owner is None:
@@ -132,12 +144,17 @@ def _rows_of(
 
 def _sources(state: Mapping[str, Any], prefix: str, rank: int, size: int) -> list[tuple[int, int]]:
     """The (rank, W) whose rows are to be read: of all ranks if they are there, else of this one."""
-    found = [_PROGRESS.fullmatch(key.removeprefix(prefix)) for key in state if key.startswith(prefix)]
-    known = sorted((int(m[1]), int(m[2])) for m in found if m is not None)
+    known = _ranks_in(state, prefix)
     if (rank, size) in known and not _are_all(known):
         return [(rank, size)]
     _require_all(known, f"{prefix or 'the collection'}: this is rank {rank} of {size}, and")
     return known
+
+
+def _ranks_in(state: Mapping[str, Any], prefix: str) -> list[tuple[int, int]]:
+    """(rank, W), sorted, of all whose progress is there."""
+    found = [_PROGRESS.fullmatch(key.removeprefix(prefix)) for key in state if key.startswith(prefix)]
+    return sorted((int(m[1]), int(m[2])) for m in found if m is not None)
 
 
 def _are_all(ranks: list[tuple[int, int]]) -> bool:

@@ -41,7 +41,7 @@ from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder
 from hybridrec.distributed.lookup import MappedBatch, PooledLookup
 from hybridrec.distributed.routing import Routing, TablePart
-from hybridrec.distributed.rows_state_dict import is_of_rows, put_rows, take_rows
+from hybridrec.distributed.rows_state_dict import put_rows, take_rows, unexpected_keys
 from hybridrec.distributed.slot_parameter import slot_parameter
 from hybridrec.distributed.verdict import MODES, Withdrawn, agree
 from hybridrec.distributed.watchdog import watched
@@ -408,7 +408,7 @@ class ShardedHashCollection(
         rank, size = self._host_group.rank(), self._host_group.size()
         take_rows(self._lookups[0], state_dict, prefix, rank, size, self.parts)
         _, unexpected, _ = lists
-        unexpected += [key for key in state_dict if key.startswith(prefix) and not is_of_rows(key, prefix)]
+        unexpected += unexpected_keys(state_dict, prefix, {config.name for config in self._table_configs})
 
     def _create_parameters(self, lookup: PooledLookup) -> None:
         """``{TABLES_NAME}.{table}.weight`` (views of the slots) and the fused optimizer over them.

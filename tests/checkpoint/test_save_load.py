@@ -123,8 +123,8 @@ def load_with(mutant: str, scenario: Scenario, path: Path, max_rows: int | None)
         else:
             original_forget = PooledLookup.forget_rows
 
-            def forget_rows(self: PooledLookup, *, ordinal: int, committed: int) -> None:
-                original_forget(self, ordinal=ordinal, committed=0)
+            def forget_rows(self: PooledLookup, *, ordinal: int, committed: int, num_batches: int) -> None:
+                original_forget(self, ordinal=ordinal, committed=0, num_batches=num_batches)
 
             patch.setattr(PooledLookup, "forget_rows", forget_rows)
         return load_and_go_on(scenario, path, max_rows=max_rows)
@@ -203,17 +203,18 @@ def test_a_state_dict_of_another_sharding_loads_whole_or_not_at_all(pools: RankP
     assert "page" in refused and "state_dict" in refused
 
 
-def interrupted_group(path: Path) -> list[tuple[int, int]]:
-    """(ordinal, steps) in snapshots before a group of batches whose gradients wait, in the middle, and after it."""
+def interrupted_group(path: Path) -> list[tuple[int, int, int]]:
+    """(ordinal, steps, batches) in snapshots before a group of batches whose gradients wait, in it, and after it."""
     dmp, _ = build(ADAM)
     accumulate_gradients(dmp)
     found = []
     for batch in mine(ADAM, all_batches(ADAM)[:3]):
         folder = checkpoint.save(path, dmp)
         state = dmp.module.ebc.state_dict()[f"progress.rank_{dist.get_rank()}_of_{dist.get_world_size()}"]
-        (saved,) = read_manifest(folder).collections
-        assert (saved.ordinal, saved.batches_committed) == tuple(state.tolist())
-        found.append((saved.ordinal, saved.batches_committed))
+        manifest = read_manifest(folder)
+        (saved,) = manifest.collections
+        found.append((saved.ordinal, saved.batches_committed, manifest.step))
+        assert found[-1] == tuple(state.tolist())
         dmp(batch)[0].backward()
         if len(found) == 2:
             dmp.fused_optimizer.step()
@@ -222,7 +223,7 @@ def interrupted_group(path: Path) -> list[tuple[int, int]]:
 
 def test_batches_that_wait_for_their_step_are_not_in_a_snapshot(pools: RankPools, tmp_path: Path) -> None:
     """Nor are their ordinals: the run that goes on trains them again, and evicts what this one evicts."""
-    assert pools[2].run(interrupted_group, tmp_path) == [[(0, 0), (0, 0), (2, 1)]] * 2
+    assert pools[2].run(interrupted_group, tmp_path) == [[(0, 0, 0), (0, 0, 0), (2, 1, 2)]] * 2
 
 
 def unexpected_keys(scenario: Scenario) -> tuple[list[str], str, str]:

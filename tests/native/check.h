@@ -40,3 +40,4 @@ void test_parts();
 void test_shard_group(uint64_t num_steps);
 void test_shard_group_cases();
 void test_readers();
+void test_exports();

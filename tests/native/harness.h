@@ -126,7 +126,7 @@ class Harness {
   uint64_t num_refused() const { return num_refused_; }
   uint64_t num_evicted() { return group_.counters(0).evicted; }
 
- private:
+ protected:
   static InitialRows initial_rows(size_t table) {
     return {InitKind::kUniform, -1.0f, 1.0f, nullptr, 0, table_seed(5, "t" + std::to_string(table)), kDim};
   }

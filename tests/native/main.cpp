@@ -12,5 +12,6 @@ int main(int argc, char** argv) {
   test_shard_group(num_steps);
   test_shard_group_cases();
   test_readers();
+  test_exports();
   std::printf("native tests passed, %llu random calls\n", static_cast<unsigned long long>(harness::num_calls));
 }

@@ -2,8 +2,9 @@
 #include <vector>
 
 #include "check.h"
-#include "harness.h"
+#include "export_harness.h"
 
+using harness::ExportHarness;
 using harness::Harness;
 using harness::Setup;
 using hybridrec::FullPolicy;
@@ -25,11 +26,12 @@ const std::vector<uint32_t> kCapacities = {1,  2,  3,  4,  5,  7,  8,   9,   15,
                                            33, 63, 64, 65, 66, 127, 128, 129, 255, 256, 257, 511, 512, 513};
 
 void walk(const Setup& setup, uint64_t seed, uint64_t num_steps) {
-  Harness harness(setup, seed);
+  ExportHarness harness(setup, seed);
   for (uint64_t i = 0; i < num_steps; ++i) harness.step();
+  harness.finish();
   if (num_steps < 2000) return;
-  CHECK(harness.num_refused() > 10);
-  if (setup.policy == FullPolicy::kEvict) CHECK(harness.num_evicted() > 10);
+  CHECK(harness.num_refused() > 10 && harness.num_read() > 100);
+  if (setup.policy == FullPolicy::kEvict) CHECK(harness.num_evicted() > 10 && harness.num_removed() > 0);
 }
 
 void test_random_calls(uint64_t num_steps) {
