@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 from hybridrec.backend import HOST
 from hybridrec.checkpoint import contents
 from hybridrec.checkpoint.exchange import Ranks
+from hybridrec.checkpoint.finite import NonFiniteRows
 from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, TableEntry
 from hybridrec.checkpoint.points import Layer, Point, read_point, rows_at
 from hybridrec.checkpoint.saving import MAX_THREADS, table_entry
@@ -41,14 +42,17 @@ class Loaded:
     path: Path
     """The snapshot; or the last of its deltas that were taken in."""
     batches_committed: int
-    """Training batches before it: skip so many, and go on. Saved without a pipeline, while gradients were accumulated:
-    steps."""
+    """Training batches before it: skip so many, and go on. Saved without a pipeline: batches whose backward ran, and
+    whose step, where gradients are accumulated."""
     world_size: int
     """W of the run that wrote it."""
     extra: Any
     """What this rank had given to `save`; None at another W."""
     extras: tuple[Any, ...]
     """What each rank of that run had given."""
+    non_finite: Mapping[str, int]
+    """Table -> rows that this rank loaded and that hold NaN or infinity, of tables that have some. A warning names them
+    too; they are as they were saved."""
 
 
 def load(
@@ -100,6 +104,7 @@ class _Reader:
 
     def __init__(self, collections: dict[str, ShardedHashCollection], ranks: Ranks) -> None:
         self._collections, self._ranks = collections, ranks
+        self._non_finite = NonFiniteRows()
 
     def read(self, path: str | Path, model: nn.Module, optimizer: Any, pipeline: Any) -> tuple[Loaded, Point]:
         ranks = self._ranks
@@ -135,6 +140,7 @@ class _Reader:
         is_same = manifest.world_size == ranks.world_size
         if is_same:
             contents.set_random_state(owned[ranks.rank]["random"], self._device())
+        self._non_finite.report(folder)
         extras = tuple(own["extra"] for own in owned)
         loaded = Loaded(
             path=folder,
@@ -142,6 +148,7 @@ class _Reader:
             world_size=manifest.world_size,
             extra=extras[ranks.rank] if is_same else None,
             extras=extras,
+            non_finite=self._non_finite.counts,
         )
         return loaded, point
 
@@ -217,7 +224,8 @@ class _Reader:
 
     def _load_rows(self, point: Point, saved: CollectionEntry, module: ShardedHashCollection) -> None:
         lookup = module.lookup
-        lookup.forget_rows(ordinal=saved.ordinal, committed=saved.batches_committed)
+        num_batches = point.last.manifest.step
+        lookup.forget_rows(ordinal=saved.ordinal, committed=saved.batches_committed, num_batches=num_batches)
         entries = {t.name: t for t in saved.tables}
         for part, table in zip(module.parts, lookup.tables, strict=True):
             sources = covering(part, entries, _WHERE)
@@ -234,7 +242,9 @@ class _Reader:
             ]
             for chunks in side_by_side(streams):
                 rows = recut(list(zip(sources, chunks, strict=True)), part, table.layout)
-                lookup.import_rows(table.name, self._mine(rows, table.layout) if is_row_wise else rows)
+                rows = self._mine(rows, table.layout) if is_row_wise else rows
+                self._non_finite.look(table.name, rows)
+                lookup.import_rows(table.name, rows)
 
     def _may_have_mine(self, collection: str, table: str, is_row_wise: bool, layer: Layer, file: FileEntry) -> bool:
         """An id is of rank ``mix64(id) % W``: then and now alike modulo what both W have in common."""

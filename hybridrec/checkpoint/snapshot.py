@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from hybridrec.checkpoint import writer_lock
@@ -10,7 +11,9 @@ from hybridrec.checkpoint.files import REMOVED, remove_folder, replace_file
 from hybridrec.checkpoint.manifest import MANIFEST
 from hybridrec.errors import StateError
 
-_PREFIX, _UNFINISHED = "step_", ".unfinished_"
+_UNFINISHED = ".unfinished_"
+_NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
+"""Step, and the number of a snapshot among those of the step: none is ever written over."""
 _LATEST = "latest"
 DELTAS = "deltas"
 """Folder in a snapshot; see `delta_chain`."""
@@ -38,8 +41,14 @@ def snapshots(root: Path) -> list[Path]:
     """All complete snapshots, in the order in which they were written."""
     if not root.is_dir():
         return []
-    found = [p for p in root.iterdir() if p.name.startswith(_PREFIX) and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))
+    found = [p for p in root.iterdir() if _NAME.fullmatch(p.name) and (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, *_numbers(p.name)))
+
+
+def _numbers(name: str) -> tuple[int, int]:
+    """(step, number among those of the step); (-1, 0) of what is no snapshot's name."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[2] or 1)) if found is not None else (-1, 0)
 
 
 def resolve(path: str | Path) -> Path:
@@ -78,10 +87,9 @@ def begin(root: Path, step: int) -> str:
         for left_over in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{REMOVED}*")):
             if left_over not in _being_written:
                 remove_folder(left_over)
-        name, again = f"{_PREFIX}{step:012d}", 1
-        while (root / name).exists() or unfinished(root, name).exists():
-            again += 1
-            name = f"{_PREFIX}{step:012d}_{again}"
+        taken = [_numbers(p.name.removeprefix(_UNFINISHED)) for p in root.iterdir()]
+        number = 1 + max((again for other, again in taken if other == step), default=0)
+        name = f"step_{step:012d}" + (f"_{number}" if number > 1 else "")
         unfinished(root, name).mkdir()
     except BaseException:
         writer_lock.release(root)

@@ -75,6 +75,11 @@ class Routing:
         return tuple(part for part in self.parts if part.owner is None or part.owner == rank)
 
     @functools.cached_property
+    def owners(self) -> dict[str, int | None]:
+        """Name of a part -> the rank that has all its rows; None: all ranks have some."""
+        return {part.name: part.owner for part in self.parts}
+
+    @functools.cached_property
     def feature_names(self) -> list[str]:
         """[F]: of all parts; a feature that several parts look up occurs as often."""
         return [name for part in self.parts for name in part.table.feature_names]

@@ -9,7 +9,7 @@ for another's: ``{collection}.rows.{table}.rank_{r}_of_{W}.ids``, ``.scores``, `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch

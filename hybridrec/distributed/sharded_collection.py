@@ -356,7 +356,7 @@ class ShardedHashCollection(
 
     def owner_of_table(self, table: str) -> int | None:
         """The rank that has all rows of a table of the lookup; None: each has those of the ids that hash to it."""
-        return next(part.owner for part in self.parts if part.name == table)
+        return self._routing.owners[table]
 
     def take_back_prepared(self) -> None:
         """Take back what a pipeline prepared ahead: the shards are as the committed batches left them. Collective."""

@@ -22,9 +22,11 @@ void ShardGroup::flush() {
   std::lock_guard lock(mutex_);
   require_all_moved("flush");
   require_bound(nullptr, "flush");
+  if (flushed_version_ == dirty_version_) return;  // a snapshot of many tables asks once for each
   require_room_for_flush("flush");
   ++dirty_version_;
   threads_.for_each(tables_.size(), [&](size_t t) { tables_[t]->flush(); });
+  flushed_version_ = dirty_version_;
 }
 
 void ShardGroup::flush_counts(int64_t* counts) {

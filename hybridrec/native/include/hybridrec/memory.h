@@ -63,7 +63,7 @@ class Budget {
 namespace memory {
 
 #if defined(HYBRIDREC_PLAIN_MEMORY)
-inline void* allocate_zeroed(size_t bytes, size_t alignment) {
+inline void* allocate_zeroed(size_t bytes, size_t alignment, bool = true) {
   void* p = std::aligned_alloc(alignment, round_up(bytes, alignment));
   if (p == nullptr) throw std::bad_alloc();
   std::memset(p, 0, bytes);
@@ -78,7 +78,7 @@ inline void* grow(void* p, size_t old_bytes, size_t new_bytes) {
 }
 #else
 // Zeroed pages at a multiple of `alignment` (a power of two, >= kPageBytes).
-inline void* allocate_zeroed(size_t bytes, size_t alignment) {
+inline void* allocate_zeroed(size_t bytes, size_t alignment, bool are_pages_huge = true) {
   bytes = round_up(bytes, kPageBytes);
   const size_t mapped = bytes + (alignment > kPageBytes ? alignment : 0);
   void* p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -90,7 +90,7 @@ inline void* allocate_zeroed(size_t bytes, size_t alignment) {
   if (tail > 0) munmap(reinterpret_cast<void*>(aligned + bytes), tail);
   p = reinterpret_cast<void*>(aligned);
   // Advice only: without huge pages everything works, slower.
-  if (bytes >= kHugePageBytes) madvise(p, bytes, MADV_HUGEPAGE);
+  if (bytes >= kHugePageBytes && are_pages_huge) madvise(p, bytes, MADV_HUGEPAGE);
   return p;
 }
 inline void release(void* p, size_t bytes) {

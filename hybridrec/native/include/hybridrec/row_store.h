@@ -3,7 +3,8 @@
 // A chunk is one huge page or a little less: as many records as fit with their row-wise states, which stand behind the
 // records, a parallel array each. Records begin at multiples of 64 bytes, so a row never shares a cache line with
 // another and can be written past the cache. Chunks are allocated when a row of theirs is first written back: a table
-// that fits its slots costs nothing here. Chunks never move.
+// that fits its slots costs nothing here. Chunks never move. The first chunk of a table has ordinary pages, which are
+// taken as rows come: there may be thousands of small tables.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +70,7 @@ class RowStore {
     if (chunk >= chunks_.size()) chunks_.resize(chunk + 1, nullptr);
     if (!budget_.try_take(chunk_bytes_)) return false;
     try {
-      chunks_[chunk] = static_cast<float*>(memory::allocate_zeroed(chunk_bytes_, kHugePageBytes));
+      chunks_[chunk] = static_cast<float*>(memory::allocate_zeroed(chunk_bytes_, kHugePageBytes, chunk != 0));
     } catch (...) {
       budget_.give_back(chunk_bytes_);
       throw;

@@ -143,6 +143,7 @@ class ShardGroup {
   // Rises with whatever changes which slots are dirty, or their rows. A move needs no count: its plan had one.
   uint64_t dirty_version_ = 1;
   uint64_t flushing_version_ = 0;  // at the last flush_slots()
+  uint64_t flushed_version_ = 0;   // behind the last flush()
   std::map<uint64_t, std::vector<std::vector<int64_t>>> reads_;  // handle -> per table, unique keys
   uint64_t next_read_ = 1;
   std::map<uint64_t, Export> exports_;  // by handle

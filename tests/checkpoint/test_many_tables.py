@@ -1,0 +1,73 @@
+"""Models of very many small tables: what they take in memory, and that all of them come back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridrec import checkpoint
+from hybridrec.native import ShardGroup, mix64
+from hybridrec.native.protocol import ShardSpec
+from tests.cases.checkpoints import peak_growth
+from tests.cases.small import kjt, sharded, table
+from tests.checkpoint.runs import records_of
+from tests.property.driver import Slots
+from tests.ranks import RankPools
+
+NUM_TABLES = 300
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    HUGE_PAGES.is_file() and "[always]" in HUGE_PAGES.read_text(), reason="here all memory is in huge pages"
+)
+def test_a_table_of_few_rows_takes_what_these_take() -> None:
+    specs = [
+        ShardSpec(
+            name=f"t{t}",
+            dim=8,
+            num_row_states=0,
+            num_row_wise_states=0,
+            state_initial_values=(),
+            num_slots=4,
+            planned_rows=4,
+        )
+        for t in range(NUM_TABLES)
+    ]
+    group, slots = ShardGroup(specs), [Slots(spec, 4) for spec in specs]
+    for t, memory in enumerate(slots):
+        group.bind_slots(t, *memory.bind())
+    out = torch.empty(NUM_TABLES, dtype=torch.int64)
+    plan = group.plan(mix64(torch.arange(NUM_TABLES)), torch.arange(NUM_TABLES + 1), torch.arange(NUM_TABLES), out)
+    group.swap(plan.ordinal)
+    group.commit(plan.ordinal)
+    assert peak_growth(group.flush) < NUM_TABLES * 64 * 2**10
+    assert sum(group.counters(t).host_bytes for t in range(NUM_TABLES)) > NUM_TABLES * 2**20  # as accounted: at most
+
+
+def save_and_load_many(path: Path, num_tables: int) -> tuple[float, float, bool]:
+    """(seconds to save, to load, whether all is as it was)."""
+    models = [
+        sharded([table(f"t{i}", 4, [f"f{i}"]) for i in range(num_tables)], optimizer=torch.optim.Adagrad, lr=0.1)
+        for _ in range(2)
+    ]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    bags = {f"f{i}": [torch.randint(0, 100, (20,), generator=generator).tolist()] for i in range(num_tables)}
+    models[0](kjt(bags)).sum().backward()
+    start = time.perf_counter()
+    checkpoint.save(path, models[0])
+    saved = time.perf_counter()
+    checkpoint.load(path, models[1])
+    end = time.perf_counter()
+    return saved - start, end - saved, records_of(models[0]) == records_of(models[1])
+
+
+@pytest.mark.slow
+def test_a_thousand_tables_are_saved_and_loaded(pools: RankPools, tmp_path: Path) -> None:
+    """About 3 s each on a quiet machine of two cores; two files a table, each forced to disk."""
+    for saving, loading, is_same in pools[2].run(save_and_load_many, tmp_path, 1000, watchdog=500):
+        assert is_same and max(saving, loading) < 60, (saving, loading)
