@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 
 from hybridrec import checkpoint
 from hybridrec.checkpoint import files
-from hybridrec.checkpoint.saving import chunk_rows_of
+from hybridrec.store import row_export
 from tests.checkpoint.runs import Records, build, records_of
 from tests.distributed import scenario as scenarios
 from tests.distributed.pipelines import all_batches, delays, mine
@@ -49,7 +49,7 @@ def snapshots_at_random_moments(
     batches, group = iter(mine(scenario, all_batches(scenario))), dist.new_group(backend="gloo")
     losses, steps, evicted, saving, before = [], [], 0, None, 0
     with pytest.MonkeyPatch.context() as patch, delays(seed):
-        patch.setitem(chunk_rows_of.__globals__, "CHUNK_BYTES", 200)  # a few rows
+        patch.setattr(row_export, "CHUNK_BYTES", 200)  # a few rows
         patch.setattr(files.HashedFile, "write", _slowly(files.HashedFile.write, seed))
         for step in range(1, scenario.steps + 1):
             losses.append(pipeline.progress(batches).item())

@@ -155,22 +155,14 @@ def _not_verified(patch: Patch) -> None:
 
 
 def _changed_before_it_is_verified(patch: Patch) -> None:
-    original = loading._share
+    original = loading._Reader._check_tables
 
-    def share(entries: Any, ranks: Ranks) -> Any:
-        if _broken:
-            _broken[0].forget_rows(ordinal=0, committed=0, num_batches=0)
-        return original(entries, ranks)
+    def check_tables(self: Any, *args: Any) -> None:
+        original(self, *args)
+        for module in self._collections.values():
+            module.lookup.forget_rows(ordinal=0, committed=0, num_batches=0)
 
-    original_idle = PooledLookup.table_names.fget  # what a load asks first
-    _broken: list[PooledLookup] = []
-
-    def table_names(self: PooledLookup) -> Any:
-        _broken[:] = [self]
-        return original_idle(self)
-
-    patch.setattr(PooledLookup, "table_names", property(table_names))
-    patch.setattr(loading, "_share", share)
+    patch.setattr(loading._Reader, "_check_tables", check_tables)
 
 
 def _everyone_owns_everything(patch: Patch) -> None:
