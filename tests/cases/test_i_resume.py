@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from hybridrec import ConfigError, HybridRecError, checkpoint
-from hybridrec.checkpoint.files import read_rows, verify
+from hybridrec.checkpoint import points
+from hybridrec.checkpoint.files import read_rows
 from hybridrec.checkpoint.manifest import FileEntry, read_manifest
+from hybridrec.checkpoint.points import Layer
 from tests.cases.checkpoints import EVICTING, load_rows, peak_growth, with_steady_buckets
 from tests.cases.small import Bags, kjt, sharded, table
 from tests.checkpoint.runs import build, load_and_go_on, records_of, save_and_go_on
@@ -98,20 +100,20 @@ def test_tfra243_a_save_needs_little_memory_beside_the_table(pool_1: RankPool, t
 def shares_of_the_work(path: Path) -> tuple[int, int]:
     """(bytes that this rank verifies, rows that it reads) in a load."""
     dmp, pipeline = build(ADAM)
-    seen, lock = {"verify": 0, "read": 0}, threading.Lock()
+    seen, lock, verify = {"verify": 0, "read": 0}, threading.Lock(), Layer.verify
 
-    def verifying(folder: Path, file: FileEntry) -> None:
+    def verifying(layer: Layer, file: FileEntry) -> None:
         with lock:  # files are verified side by side
             seen["verify"] += file.bytes
-        verify(folder, file)
+        verify(layer, file)
 
     def reading(folder: Path, table: Any, file: FileEntry, layout: Any) -> Any:
         seen["read"] += file.rows
         return read_rows(folder, table, file, layout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(checkpoint.load.__globals__, "verify", verifying)
-        patch.setitem(checkpoint.load.__globals__, "read_rows", reading)
+        patch.setattr(Layer, "verify", verifying)
+        patch.setattr(points, "read_rows", reading)
         checkpoint.load(path, dmp, pipeline._optimizer)
     return seen["verify"], seen["read"]
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from hybridrec import HybridRecError, checkpoint
 from hybridrec.cache.transaction import TransactionLog
 from hybridrec.checkpoint import contents, files, loading, saving, snapshot
-from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.manifest import read_manifest
+from hybridrec.checkpoint.points import Layer
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.model_parts import dense_tensors
 from hybridrec.native import ShardGroup
@@ -151,7 +151,7 @@ def _left_behind(patch: Patch) -> None:
 
 
 def _not_verified(patch: Patch) -> None:
-    patch.setattr(loading, "verify", lambda folder, file: None)
+    patch.setattr(Layer, "verify", lambda self, file: None)
 
 
 def _changed_before_it_is_verified(patch: Patch) -> None:
@@ -166,12 +166,12 @@ def _changed_before_it_is_verified(patch: Patch) -> None:
 
 
 def _everyone_owns_everything(patch: Patch) -> None:
-    patch.setattr(loading._Reader, "_may_have_mine", lambda self, file, size: True)
+    patch.setattr(loading._Reader, "_may_have_mine", lambda *args: True)
     patch.setattr(loading._Reader, "_mine", lambda self, rows, layout: rows)
 
 
 def _own_file_only(patch: Patch) -> None:
-    patch.setattr(loading._Reader, "_may_have_mine", lambda self, file, size: file.rank == self._ranks.rank)
+    patch.setattr(loading._Reader, "_may_have_mine", lambda self, *args: args[-1].rank == self._ranks.rank)
 
 
 def _later_ordinal(patch: Patch) -> None:
