@@ -23,6 +23,7 @@ from hybridrec.row_type import RowType
 from tests.checkpoint.runs import Records, build, records_of
 from tests.checkpoint.test_export import EXPORTS, every_format
 from tests.checkpoint.test_safetensors import save_small_chunks
+from tests.checkpoint.test_without_torchrec import run
 from tests.distributed.oracle import Table, owner
 from tests.distributed.pipelines import all_batches, mine
 from tests.distributed.scenario import TABLES, Scenario
@@ -258,3 +259,30 @@ def test_values_beyond_the_type_are_refused_and_nan_is_taken_when_asked(pools: R
     nan = write_safetensors(tmp_path / "nan", {"id": ids, "embedding": row})
     (found,) = pools[1].run(import_extreme, scenario, large, nan)
     assert found == row[1].to(torch.float16).numpy().tobytes()
+
+
+PEAK = """
+import json, re
+from pathlib import Path
+from hybridrec.checkpoint.parquet import ParquetFile
+peaks = []
+for path in sys.argv[1:]:
+    file = ParquetFile(Path(path), 64)
+    count = sum(len(ids) for ids, _ in file.chunks(32768))
+    (peak,) = re.findall(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())
+    peaks.append((file._file.num_row_groups, count, int(peak) * 1024))
+print(json.dumps(peaks))
+"""
+
+
+def test_memory_does_not_grow_with_row_groups_of_others(tmp_path: Path) -> None:
+    """16 MiB and 160 MiB in one row group."""
+    counts, paths = [64_000, 640_000], [tmp_path / "small", tmp_path / "large"]
+    for count, path in zip(counts, paths, strict=True):
+        values = pa.array(torch.rand(count * 64).numpy())
+        write_parquet(path, pa.array(range(count)), pa.FixedSizeListArray.from_arrays(values, 64), group=count)
+    done = run(PEAK, *map(str, paths))
+    assert done.returncode == 0, done.stderr
+    (one, small_count, small), (also_one, large_count, large) = json.loads(done.stdout)
+    assert one == also_one == 1 and [small_count, large_count] == counts
+    assert large - small < 64 * 2**20
