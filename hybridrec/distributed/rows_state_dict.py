@@ -68,6 +68,11 @@ def _records_name(table: ShardTable) -> str:
     return "records" if row_type is RowType.FLOAT32 else f"records_{row_type.name.lower()}"
 
 
+def is_of_rows(key: str, prefix: str) -> bool:
+    """Whether `put_rows` makes such a key for a collection."""
+    return key.startswith((f"{prefix}rows.", f"{prefix}progress."))
+
+
 def unexpected_keys(state: Mapping[str, Any], prefix: str, tables: Collection[str]) -> list[str]:
     """Keys of a collection that `put_rows` makes for none of its tables, or for a rank whose progress is not there."""
     known = set(_ranks_in(state, prefix))
