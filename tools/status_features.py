@@ -27,6 +27,10 @@ def _distributed(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/distributed/test_{name}" for name in names)
 
 
+def _checkpoint(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/checkpoint/test_{name}" for name in names)
+
+
 FEATURES = (
     Feature(
         title="losses, rows and states equal an unlimited table's bit for bit, after every one of 200 steps "
@@ -141,8 +145,55 @@ FEATURES = (
         title="a run that was killed goes on from its last snapshot with the same bits; at another number of ranks "
         "with the same rows",
         title_zh="被杀死的训练从最近的快照继续,逐比特一致;换用其他 rank 数时行相同",
-        cpu=("tests/checkpoint/",),
+        cpu=_checkpoint(
+            "accumulation.py",
+            "background.py",
+            "columns.py",
+            "export_rows.py",
+            "inspect.py",
+            "load_planner.py",
+            "many_tables.py",
+            "mutants.py",
+            "names.py",
+            "row_types.py",
+            "save_load.py",
+            "shared_models.py",
+            "sharded_tables.py",
+        ),
         simulated=(f"{SIMNPU}test_checkpoint.py",),
+    ),
+    Feature(
+        title="dying ranks, failing disks, signals, torchrun's restarts, two jobs in one folder: no snapshot is lost",
+        title_zh="rank 死亡、磁盘故障、信号、torchrun 重启、两个作业共用目录:不丢失任何快照",
+        cpu=_checkpoint(
+            "dead_savers.py",
+            "demo_kills.py",
+            "demo_restarts.py",
+            "disks.py",
+            "faults.py",
+            "kill.py",
+            "shared_folder.py",
+            "signals.py",
+        ),
+    ),
+    Feature(
+        title="deltas are, chained, the live table bit for bit; another process follows them; a run resumes from them",
+        title_zh="增量快照逐个相连,与运行中的表逐比特一致;另一进程可跟随;训练可从增量恢复",
+        cpu=_checkpoint("deltas.py", "delta_resume.py", "follower.py"),
+    ),
+    Feature(
+        title="tables go out and come in by id: Parquet, safetensors, TorchRec's own collections, what RecSDK saved",
+        title_zh="表按 ID 导出和导入:Parquet、safetensors、TorchRec 自身的 collection、RecSDK 保存的表",
+        cpu=_checkpoint(
+            "export.py",
+            "import_table.py",
+            "plain_collections.py",
+            "pretrained.py",
+            "recsdk.py",
+            "recsdk_refusals.py",
+            "safetensors.py",
+            "without_torchrec.py",
+        ),
     ),
     Feature(
         title="sequences: losses, rows and states equal an unlimited table's bit for bit, with repeated ids sent once "
