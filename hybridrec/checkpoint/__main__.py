@@ -39,15 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect.add_argument("--verify", action="store_true", help="compare every file with its hash, those of deltas too")
     inspect.add_argument("--id", nargs=2, metavar=("TABLE", "ID"), help="print the row of an id")
     diff = commands.add_parser("diff", help="what two snapshots, or deltas with all before them, have different")
-    diff.add_argument("a", type=Path)
+    diff.add_argument("a", type=Path, help="as PATH of inspect; the exit status is 0 if both are equal, 1 if not")
     diff.add_argument("b", type=Path)
     export = commands.add_parser("export", help="write each table to OUT/TABLE.safetensors or .parquet: id, embedding")
     export.add_argument("path", type=Path, help="a snapshot without its deltas, or a folder of them: the newest")
-    export.add_argument("out", type=Path)
+    export.add_argument("out", type=Path, help="a folder; it is made if missing, its files are never replaced")
     export.add_argument("--format", choices=tuple(_EXPORTS), default="safetensors", help="default: safetensors")
     export.add_argument("--table", action="append", metavar="TABLE", help="only this one; may be repeated")
     recsdk = commands.add_parser("recsdk", help="tables, rows, moments of what a Saver of RecSDK wrote")
-    recsdk.add_argument("path", type=Path)
+    recsdk.add_argument("path", type=Path, help="the folder that was given to Saver.save")
     options = parser.parse_args(arguments)
     try:
         if options.command == "inspect":
