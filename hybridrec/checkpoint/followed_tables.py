@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,19 +14,18 @@ from torch import Tensor
 from hybridrec.backend import HOST
 from hybridrec.checkpoint.followed_rows import FollowedRows
 from hybridrec.checkpoint.manifest import TableEntry
+from hybridrec.checkpoint.saved_initializers import Banks, initializer_of
 from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.errors import ConfigError
 from hybridrec.native import initial_rows, mix64, table_seed
 from hybridrec.native.protocol import ShardSpec
 from hybridrec.row_type import RowType
-from hybridrec.store.initializer import Bank, Constant, Normal, Uniform
 from hybridrec.store.row_export import RowChunk
 
 Key = tuple[str, str]
 """Collection, table."""
 Unknown = Literal["initial", "zeros"]
 
-_INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, Constant)}
 _COLUMNS = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
@@ -48,8 +46,7 @@ class FollowedTables:
     entries: Mapping[Key, TableEntry]
     """Tables, and columns of tables that were sharded column-wise."""
     versions: Mapping[Key, FollowedRows]
-    banks: Mapping[str, Mapping[str, Tensor]]
-    """Collection -> table -> initial rows to choose from, of tables that have an ``init_fn``."""
+    banks: Banks
 
     @property
     def table_names(self) -> list[str]:
@@ -112,17 +109,10 @@ class FollowedTables:
         """What initial rows of a table, or of columns of one, follow from."""
         entry = self.entries[key]
         table, first = _columns_of(entry) or (entry.name, 0)
-        kind, arguments = _parsed(entry.initializer)
-        if kind == Bank.__name__:
-            bank = self.banks.get(key[0], {}).get(table)
-            if bank is None:
-                raise ConfigError(
-                    f"embeddings: table {table!r} has an init_fn, whose rows {self.snapshot} does not have. Pass "
-                    "unknown='zeros', or follow a newer snapshot."
-                )
-            fields = Bank(bank[:, first : first + entry.dim].numpy()).to_spec_fields()
-        else:
-            fields = _INITIALIZERS[kind](**arguments).to_spec_fields()
+        bank = self.banks.get(key[0], {}).get(table)
+        bank = None if bank is None else bank[:, first : first + entry.dim]
+        remedy = "Pass unknown='zeros', or follow a newer snapshot."
+        initializer = initializer_of(entry.initializer, bank, table, remedy)
         return ShardSpec(
             name=table,
             dim=entry.dim,
@@ -134,7 +124,7 @@ class FollowedTables:
             row_type=RowType[entry.row_type],
             first_column=first,
             table_seed=table_seed(entry.seed, table),
-            **fields,
+            **initializer.to_spec_fields(),
         )
 
     def _parts(self, table: str, collection: str | None) -> list[Key]:
@@ -166,16 +156,3 @@ def _columns_of(entry: TableEntry) -> tuple[str, int] | None:
     if match is None or entry.is_row_wise or int(match[3]) - int(match[2]) != entry.dim:
         return None
     return match[1], int(match[2])
-
-
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """``"Uniform(low=-0.1, high=0.1)"`` -> ("Uniform", {"low": -0.1, "high": 0.1}); nothing is run."""
-    try:
-        call = ast.parse(text, mode="eval").body
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-            kind, values = call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-            if kind == Bank.__name__ or kind in _INITIALIZERS:
-                return kind, values
-    except (SyntaxError, ValueError):
-        pass
-    raise ConfigError(f"embeddings: initial rows {text!r} are not known to this version. Pass unknown='zeros'.")

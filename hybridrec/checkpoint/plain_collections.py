@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,8 @@ from hybridrec.backend import HOST, resolve_backend
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import verify
 from hybridrec.checkpoint.manifest import read_manifest
-from hybridrec.checkpoint.saved_tables import saved_tables
+from hybridrec.checkpoint.saved_initializers import Banks, initializer_of, needs_bank, read_banks
+from hybridrec.checkpoint.saved_tables import SavedTable, saved_tables
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.config import Initializer, TableConfig, resolve_tables
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
@@ -30,10 +30,8 @@ from hybridrec.modules.hash_collection import HashCollection
 from hybridrec.native import initial_rows, mix64, table_seed
 from hybridrec.native.protocol import ShardSpec
 from hybridrec.row_type import RowType
-from hybridrec.store.initializer import Constant, Normal, Uniform
 
 _CHUNK_ROWS = 65536
-_INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, Constant)}
 
 Source = str | Path | nn.Module
 """A snapshot, a folder of them, or a hashed collection."""
@@ -174,8 +172,7 @@ class _Table:
     dim: int
     row_type: RowType
     seed: int
-    initializer: Initializer | None
-    """None: a bank, which a snapshot does not hold."""
+    initializer: Initializer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,20 +192,26 @@ class _Origin:
 
 def _of_snapshot(path: str | Path, names: Sequence[str]) -> _Origin:
     folder = resolve(path)
-    saved = {table.name: table for table in saved_tables(read_manifest(folder), names)}
+    manifest = read_manifest(folder)
+    saved = {table.name: table for table in saved_tables(manifest, names)}
     for file in (file for table in saved.values() for part in table.parts for file in part.files):
         verify(folder, file)
-    tables = {
-        table.name: _Table(
-            name=table.name,
-            dim=table.dim,
-            row_type=table.row_type,
-            seed=table.parts[0].seed,
-            initializer=_initializer(table.parts[0].initializer),
-        )
-        for table in saved.values()
-    }
+    has_banks = any(needs_bank(table.parts[0].initializer) for table in saved.values())
+    banks = read_banks(folder, manifest.dense) if has_banks else {}
+    tables = {name: _saved(table, banks) for name, table in saved.items()}
     return _Origin(tables=tables, chunks=lambda name: ((*chunk, 0) for chunk in saved[name].chunks(folder)))
+
+
+def _saved(table: SavedTable, banks: Banks) -> _Table:
+    first = table.parts[0]
+    bank = banks.get(table.collection, {}).get(table.name)
+    return _Table(
+        name=table.name,
+        dim=table.dim,
+        row_type=table.row_type,
+        seed=first.seed,
+        initializer=initializer_of(first.initializer, bank, table.name, "Pass the collection, or a newer snapshot."),
+    )
 
 
 def _of_collection(source: nn.Module, names: Sequence[str]) -> _Origin:
@@ -236,14 +239,6 @@ def _of_collection(source: nn.Module, names: Sequence[str]) -> _Origin:
         return _Origin(tables=tables, chunks=chunks)
     source.take_back_prepared()  # the host group is a pipeline's before
     return _Origin(tables=tables, chunks=chunks, ranks=Ranks(source.host_group))
-
-
-def _initializer(text: str) -> Initializer | None:
-    """Of its ``repr``, which is what a manifest holds."""
-    call = ast.parse(text, mode="eval").body
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id not in _INITIALIZERS:
-        return None
-    return _INITIALIZERS[call.func.id](**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -296,11 +291,6 @@ def _put_initial(table: _Table, weight_ND: Tensor, is_there_N: Tensor) -> None:
     missing_N = (is_there_N == 0).nonzero().flatten()
     if not len(missing_N):
         return
-    if table.initializer is None:
-        raise ConfigError(
-            f"table {table.name!r}: {len(missing_N):,} ids have no row, such as {missing_N[0]}, and its initial rows "
-            "come from an init_fn, which a snapshot does not hold. Pass the collection in place of the snapshot."
-        )
     spec = ShardSpec(
         name=table.name,
         dim=table.dim,

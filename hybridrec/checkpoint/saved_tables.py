@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridrec.checkpoint.files import read_rows, sync_folder, verify
-from hybridrec.checkpoint.manifest import Manifest, TableEntry, read_manifest
+from hybridrec.checkpoint.manifest import CollectionEntry, Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.row_type import RowType
@@ -33,6 +33,7 @@ class SavedTable:
     """One table of a snapshot, whatever its columns were on."""
 
     name: str
+    collection: str
     parts: tuple[TableEntry, ...]
     """Itself, or its columns from left to right."""
 
@@ -80,7 +81,7 @@ def saved_tables(manifest: Manifest, names: Collection[str] | None = None) -> li
     Raises:
         ConfigError: Two collections have a table of one name, or there is none of a name that was asked for.
     """
-    found = [table for c in manifest.collections for table in _joined(c.tables)]
+    found = [table for c in manifest.collections for table in _joined(c)]
     have = [table.name for table in found]
     if missing := sorted(set(names or ()) - set(have)):
         raise ConfigError(f"there is no table {missing[0]!r} in the snapshot. Tables: {sorted(have)}.")
@@ -135,17 +136,18 @@ def export_tables(
     return targets
 
 
-def _joined(entries: tuple[TableEntry, ...]) -> Iterator[SavedTable]:
+def _joined(collection: CollectionEntry) -> Iterator[SavedTable]:
     """Tables; the columns of one, which are tables of their own in a snapshot, as one."""
     columns: dict[str, dict[int, TableEntry]] = {}
-    for entry in entries:
+    for entry in collection.tables:
         match = _COLUMNS.fullmatch(entry.name)
         if match is None or entry.is_row_wise or int(match[3]) - int(match[2]) != entry.dim:
             columns[entry.name] = {0: entry}
         else:
             columns.setdefault(match[1], {})[int(match[2])] = entry
     for name, parts in columns.items():
-        yield SavedTable(name=name, parts=tuple(parts[first] for first in sorted(parts)))
+        in_order = tuple(parts[first] for first in sorted(parts))
+        yield SavedTable(name=name, collection=collection.name, parts=in_order)
 
 
 def _chunks_of(folder: Path, entry: TableEntry, n: int) -> Chunks:

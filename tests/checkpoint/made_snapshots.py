@@ -9,7 +9,9 @@ from torch import Tensor
 
 from hybridrec.checkpoint.files import write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, Manifest, TableEntry
+from hybridrec.checkpoint.saved_initializers import Banks
 from hybridrec.checkpoint.saved_tables import layout_of
+from hybridrec.checkpoint.saving import encoded
 from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 from hybridrec.store.row_state_layout import RowStateLayout
@@ -58,8 +60,9 @@ def table_in(
     return TableEntry(**{**vars(entry), "files": tuple(files)})
 
 
-def snapshot_of(folder: Path, *collections: list[TableEntry]) -> Path:
+def snapshot_of(folder: Path, *collections: list[TableEntry], banks: Banks | None = None) -> Path:
     """The manifest of tables that `table_in` wrote."""
+    dense = b"none" if banks is None else bytes(encoded({"banks": banks}))
     manifest = Manifest(
         step=1,
         world_size=1,
@@ -67,7 +70,7 @@ def snapshot_of(folder: Path, *collections: list[TableEntry]) -> Path:
             CollectionEntry(name=f"c{i}", ordinal=1, batches_committed=1, tables=tuple(tables))
             for i, tables in enumerate(collections)
         ),
-        dense=write_file(folder, "dense.pt", b"none", 0),
+        dense=write_file(folder, "dense.pt", dense, 0),
         ranks=(),
     )
     write_file(folder, MANIFEST, manifest.encode(), 0)

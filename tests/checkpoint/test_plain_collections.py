@@ -207,27 +207,50 @@ def config(name: str = "user", dim: int = 4, rows: int = 30, **more: Any) -> Emb
     return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=["f"], **more)
 
 
-@pytest.mark.parametrize("initializer", [Uniform(-0.5, 0.25), Normal(-1.0, 1e-20), Constant(3.5)])
-def test_ids_without_a_row_have_the_initial_row_of_the_snapshot(tmp_path: Path, initializer: Any) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"initializer": Uniform(-0.5, 0.25)},
+        {"initializer": Normal(-1.0, 1e-20)},
+        {"initializer": Constant(3.5)},
+        {"init_fn": lambda rows: rows.normal_()},
+    ],
+)
+def test_ids_without_a_row_have_the_initial_row_of_the_snapshot(tmp_path: Path, kind: dict[str, Any]) -> None:
+    hashed = HashEmbeddingBagCollection([HashEmbeddingBagConfig(30, 4, "user", feature_names=["f"], seed=5, **kind)])
+    initializer: Any = hashed.table_configs[0].initializer
+    banks = {"c0": {"user": torch.from_numpy(initializer.rows)}} if "init_fn" in kind else None
     ids, weights = torch.tensor([2, 29]), torch.ones((2, 4), dtype=torch.bfloat16)
     table = table_in(tmp_path, "user", ids, weights, initializer=repr(initializer), num_ranks=2)
-    plain = checkpoint.to_embedding_bag_collection(snapshot_of(tmp_path, [table]), [config()])
-    hashed = HashEmbeddingBagCollection(
-        [HashEmbeddingBagConfig(30, 4, "user", feature_names=["f"], seed=5, initializer=initializer)]
-    )
+    plain = checkpoint.to_embedding_bag_collection(snapshot_of(tmp_path, [table], banks=banks), [config()])
     expected = hashed.bag_of("user").read(torch.arange(30)).to(torch.bfloat16).float()
     expected[ids] = 1
     assert torch.equal(plain.embedding_bags["user"].weight, expected)
 
 
+@pytest.mark.parametrize(
+    ("initializer", "message"),
+    [
+        ("Bank()", "table 'user' has an init_fn, whose rows the snapshot does not have. Pass the collection"),
+        ("Uniform(low=print())", "are not known to this version"),
+        ("Uniform(height=1)", "are not known to this version"),
+        ("Gamma(k=1)", r"table 'user': initial rows 'Gamma\(k=1\)' are not known to this version. Pass the collection"),
+    ],
+)
+def test_initial_rows_that_cannot_be_known_are_refused(tmp_path: Path, initializer: str, message: str) -> None:
+    table = table_in(tmp_path, "user", *rows_of(9, 4), initializer=initializer)
+    snapshot_of(tmp_path, [table], banks={"c0": {"item": torch.ones((2, 4))}})
+    with pytest.raises(ConfigError, match=message):
+        checkpoint.to_embedding_bag_collection(tmp_path, [config()])
+
+
 def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     ids, weights = torch.arange(30), rows_of(30, 4)[1]
-    tables = [table_in(tmp_path, n, ids, weights, initializer="Bank()") for n in ("user", "item")]
+    tables = [table_in(tmp_path, n, ids, weights) for n in ("user", "item")]
     snapshot_of(tmp_path, tables)
     convert = checkpoint.to_embedding_bag_collection
     assert torch.equal(convert(tmp_path, [config()]).embedding_bags["user"].weight, weights)
     for arguments, message in (
-        ((tmp_path, [config(rows=31)]), "1 ids have no row, such as 30, and its initial rows come from an init_fn"),
         ((tmp_path, [config(dim=5)]), "table 'user': embedding_dim is 5 in its config and 4 in what is exported"),
         ((tmp_path, [config("word")]), r"no table 'word' in the snapshot. Tables: \['item', 'user'\]"),
         ((tmp_path,), "tables=None: a snapshot has no EmbeddingBagConfigs. Pass those of the tables"),
