@@ -63,8 +63,8 @@ def snapshots_at_random_moments(
             elif saving is not None and (dice < 0.3 or step == scenario.steps):
                 saving.finish()
                 saving = None
-    if saving is not None:
-        saving.finish()
+        if saving is not None:
+            saving.finish()
     found, (again, other) = {}, build(scenario, 1, max_rows[world_size])
     for step in steps:
         checkpoint.load(path / f"step_{step:012d}", again, other._optimizer, pipeline=other)

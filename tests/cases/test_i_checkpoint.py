@@ -178,7 +178,7 @@ def test_tr4322_fb4304_re108_re125_snapshots_beside_training_and_eviction_are_of
 ) -> None:
     """At random moments, written while rows move, change and leave; the slow ones are more than a hundred."""
     expected = pools[world_size].run(by_step, EVICTING, MAX_ROWS, watchdog=600)
-    num_snapshots = 0
+    num_snapshots = num_evicted = 0
     for seed in seeds:
         arguments = EVICTING, tmp_path / str(seed), MAX_ROWS, seed
         found = pools[world_size].run(snapshots_at_random_moments, *arguments, watchdog=600)
@@ -186,8 +186,9 @@ def test_tr4322_fb4304_re108_re125_snapshots_beside_training_and_eviction_are_of
             assert losses == expected[rank]["losses"]
             for step, records in snapshots.items():
                 assert records == expected[rank]["records"][step], f"seed {seed}: not the rows of step {step}"
-            assert evicted > 0  # while one of them was being written
+            num_evicted += evicted
         num_snapshots += len(found[0][0])
+    assert num_evicted > 0  # while one of them was being written
     assert num_snapshots > (4 if len(seeds) == 1 else 100)
 
 
