@@ -42,7 +42,7 @@ class Checkpointer:
             first = checkpointer.resume()  # batches that are behind us
             batches = iter(loader_from(first))
             while not checkpointer.is_stopping:
-                pipeline.progress(batches)
+                pipeline.progress(batches)  # StopIteration at the end: checkpointer.save() saves then
                 checkpointer.after_batch()
     """
 
@@ -178,6 +178,18 @@ class Checkpointer:
             self._save_delta(extra) if self._deltas else self._save_full(extra)
         elif self._is_due(self._delta_every, before) and not self._is_writing:
             self._save_delta(extra)
+
+    def save(self, extra: Any = None) -> None:
+        """Save now, at the end of the data for instance, after what is still being written in the background.
+
+        A snapshot, with deltas too. It is visible when `close` has returned, or the ``with`` was left. Errors as of
+        `save`.
+
+        Args:
+            extra: See `save`.
+        """
+        self._finish()
+        self._save_full(extra)
 
     def _is_due(self, every: int | None, before: int) -> bool:
         return every is not None and before // every < self._seen // every

@@ -104,6 +104,33 @@ def test_the_end_of_the_data_finishes_what_is_being_written(pools: RankPools, tm
     assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000008"
 
 
+def save_at_the_end(scenario: Scenario, path: Path, *, delta_every: int | None) -> None:
+    slow = Slow()
+    dmp, pipeline = build(scenario)
+    batches = iter(mine(scenario, all_batches(scenario))[:9])
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        checkpoint.Checkpointer(
+            path, dmp, pipeline._optimizer, pipeline, every=8, delta_every=delta_every, keep=1, in_background=True
+        ) as checkpointer,
+    ):
+        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        try:
+            while True:
+                pipeline.progress(batches)
+                checkpointer.after_batch()
+        except StopIteration:
+            checkpointer.save()
+
+
+@pytest.mark.parametrize(("world_size", "delta_every"), [(1, None), (2, None), (2, 3)])
+def test_what_is_saved_at_the_end_is_the_newest(
+    pools: RankPools, tmp_path: Path, world_size: int, delta_every: int | None
+) -> None:
+    pools[world_size].run(save_at_the_end, SCENARIO, tmp_path, delta_every=delta_every)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000009"
+
+
 def read_what_is_there_now(scenario: Scenario, path: Path) -> None:
     """A mutant: rows are read when they are written, not when the snapshot began."""
     original = ShardGroup.export_next
