@@ -125,8 +125,18 @@ class Checkpointer:
         self.close()
 
     def close(self) -> None:
-        """Put the former handler of SIGTERM back, and finish the snapshot that is being written. Collective then."""
-        self._finish()
+        """Put the former handler of SIGTERM back, and finish the snapshot that is being written. Collective then.
+
+        Raises:
+            StateError: The snapshot could not be written. It is closed nevertheless.
+        """
+        try:
+            self._finish()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of all that is not this object's own."""
         if self._deltas is not None:
             self._deltas.close()
         if self._takes_signal:

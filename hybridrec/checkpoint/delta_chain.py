@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrec.checkpoint.files import remove_folder, replace_file
+from hybridrec.checkpoint.files import remove_folder, replace_file, sync_folder
 from hybridrec.checkpoint.manifest import (
     MANIFEST,
     CollectionEntry,
     FileEntry,
     collection_of,
+    decoded,
     digest_of,
     read_json,
 )
@@ -32,6 +33,11 @@ class RemovedEntry:
     table: str
     file: FileEntry
     """int64 [``file.rows``], little-endian, ascending."""
+
+    def __post_init__(self) -> None:
+        """`ValueError` for a number of ids that the file does not have."""
+        if self.file.bytes != 8 * self.file.rows:
+            raise ValueError(f"{self.file.name!r} has {self.file.rows:,} ids in {self.file.bytes:,} bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,7 @@ def begin_delta(snapshot: Path, number: int) -> str:
     remove_unfinished(snapshot)
     folder = unfinished_delta(snapshot, number)
     folder.parent.mkdir(exist_ok=True)
+    sync_folder(snapshot)
     folder.mkdir()
     return folder.name
 
@@ -153,8 +160,7 @@ def read_delta(snapshot: Path, number: int, previous: str) -> DeltaManifest:
     folder = delta_folder(snapshot, number)
     if not (folder / MANIFEST).is_file():
         raise StateError(f"delta {number} of {snapshot} is missing: later ones cannot be applied. {_REMEDY}")
-    content = read_json(folder / MANIFEST, DELTA_FORMAT)
-    manifest = _delta(content)
+    manifest = decoded(folder / MANIFEST, read_json(folder / MANIFEST, DELTA_FORMAT), _delta)
     if manifest.number != number:
         raise StateError(f"delta {number} of {snapshot}: delta {manifest.number} is in its place. {_REMEDY}")
     if manifest.previous != previous:

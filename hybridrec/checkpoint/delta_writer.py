@@ -170,7 +170,10 @@ class DeltaWriter:
 
         Where the tables are cut otherwise than those of the snapshot, `save_delta` asks for a new one.
         """
-        if not any(Ranks(self._host_group).gather(latest(self._root) is not None)):
+        with watched(self._host_group, "resume"):
+            self._take_back_prepared()  # the host group is a pipeline's before
+            is_there = any(Ranks(self._host_group).gather(latest(self._root) is not None))
+        if not is_there:
             return None
         loaded, point = load_point(self._root, self._model, self._optimizer, pipeline=self._pipeline)
         with watched(self._host_group, "load"):
@@ -178,7 +181,7 @@ class DeltaWriter:
         return loaded
 
     def close(self) -> None:
-        """End the chain: ids that leave are not kept any more."""
+        """End the chain: ids that leave are not kept any more. What was started and not finished is given up."""
         self._end, self._why_ended, self._written = None, "the writer was closed", None
         self._stop_logs()
 
@@ -258,8 +261,7 @@ class DeltaWriter:
 
     def _take_removed(self) -> Ranks:
         """Carry the ids that left until now; if the chain is over, on any rank, it is on all."""
-        for module in self._collections.values():
-            module.take_back_prepared()
+        self._take_back_prepared()
         ranks, end, reason = Ranks(self._host_group), self._end, ""
         if end is None:
             return ranks
@@ -277,6 +279,10 @@ class DeltaWriter:
         if reason:
             self._end_chain(reason.rstrip("."))
         return ranks
+
+    def _take_back_prepared(self) -> None:
+        for module in self._collections.values():
+            module.take_back_prepared()
 
     def _carry(self, c: str, module: ShardedHashCollection, t: int) -> None:
         ids = module.lookup.log.group.removed_ids(t)

@@ -186,6 +186,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """Force the names in a folder, and in those in it, to disk."""
+    for path, _, _ in os.walk(folder):
+        sync_folder(Path(path))
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """A small file's new contents, all or nothing."""
     beside = path.with_name(f".{path.name}.new")

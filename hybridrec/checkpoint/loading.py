@@ -129,12 +129,17 @@ class _Reader:
         for module in self._collections.values():
             with ranks.together():
                 module.lookup.require_idle()
-        with ranks.together():
-            rates = {table: rate for own in owned for table, rate in own["rates"].items()}
-            self._apply(point, model, optimizer, dense, rates, lambda: reader.read_into(sharded))
-            reload(model, contents.weights_of(sharded))
-            steps = [(path, n) for own in owned for path, n in own.get("steps", {}).items()]
-            set_optimizer_steps(model, dict(sorted(steps, key=lambda entry: entry[1])))
+        try:
+            with ranks.together():
+                rates = {table: rate for own in owned for table, rate in own["rates"].items()}
+                self._apply(point, model, optimizer, dense, rates, lambda: reader.read_into(sharded))
+                reload(model, contents.weights_of(sharded))
+                steps = [(path, n) for own in owned for path, n in own.get("steps", {}).items()]
+                set_optimizer_steps(model, dict(sorted(steps, key=lambda entry: entry[1])))
+        except Exception as e:
+            for module in self._collections.values():  # on all ranks, so that none waits for one that refuses
+                module.lookup.log.broken = f"a snapshot could be loaded only in part: {type(e).__name__}: {e}"
+            raise
         if pipeline is not None:
             pipeline.resume_at(manifest.step)
         is_same = manifest.world_size == ranks.world_size
@@ -208,14 +213,9 @@ class _Reader:
         rates: Any,
         read_sharded: Callable[[], None],
     ) -> None:
-        try:
-            for saved in point.collections:
-                self._load_rows(point, saved, self._collections[saved.name])
-            read_sharded()
-        except Exception as e:
-            for module in self._collections.values():
-                module.lookup.log.broken = f"a snapshot could be loaded only in part: {type(e).__name__}: {e}"
-            raise
+        for saved in point.collections:
+            self._load_rows(point, saved, self._collections[saved.name])
+        read_sharded()
         with torch.no_grad():
             for name, tensor in dense_tensors(model):
                 tensor.copy_(dense["model"][name])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.row_type import RowType
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,14 @@ class FileEntry:
     sha256: str
     rows: int = 0
     """Of a table's shard."""
+
+    def __post_init__(self) -> None:
+        """`ValueError` for a name that leads out of the folder, or a number that is none: of a forged manifest."""
+        path = PurePosixPath(self.name)
+        if not path.parts or path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"it has the file {self.name!r}, which is not inside of its folder")
+        if self.bytes < 0 or self.rows < 0:
+            raise ValueError(f"it has {self.rows:,} rows in {self.bytes:,} bytes of {self.name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +62,16 @@ class TableEntry:
     files: tuple[FileEntry, ...] = ()
     row_type: str = RowType.FLOAT32.name
     """Of the weights, the name of a `RowType`."""
+
+    def __post_init__(self) -> None:
+        """`ValueError` for rows that the files do not have room for: memory is taken for so many."""
+        row_bytes = 12 + 4 * self.record_floats  # id, score, record
+        for file in self.files:
+            if self.chunk_rows < 1 or file.bytes != file.rows * row_bytes:
+                raise ValueError(
+                    f"{file.name!r} has {file.rows:,} rows of {row_bytes:,} bytes in {file.bytes:,} bytes, by chunks "
+                    f"of {self.chunk_rows:,}"
+                )
 
     @property
     def rows(self) -> int:
@@ -121,7 +140,10 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         StateError: It is missing, cut, altered or of another format; names the file.
     """
-    content = read_json(folder / MANIFEST, FORMAT)
+    return decoded(folder / MANIFEST, read_json(folder / MANIFEST, FORMAT), _manifest)
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
     collections = tuple(collection_of(c) for c in content.pop("collections"))
     dense, ranks = FileEntry(**content.pop("dense")), tuple(FileEntry(**f) for f in content.pop("ranks"))
     sharded = tuple(FileEntry(**f) for f in content.pop("sharded", ()))
@@ -154,6 +176,23 @@ def read_json(path: Path, known_format: int) -> dict[str, Any]:
         raise StateError(f"{path} is damaged: its contents are not what was written. Load an older snapshot.")
     del content["format"]
     return content
+
+
+def decoded(path: Path, content: dict[str, Any], make: Callable[[dict[str, Any]], T]) -> T:
+    """What a manifest stands for.
+
+    Args:
+        path: Of its file.
+        content: What `read_json` gave; taken apart.
+        make: What makes of it what it stands for.
+
+    Raises:
+        StateError: It says what no writer says, although its hash is right; names the file.
+    """
+    try:
+        return make(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise StateError(f"{path} is damaged or forged: {e}. Load an older snapshot.") from e
 
 
 def collection_of(content: dict[str, Any]) -> CollectionEntry:

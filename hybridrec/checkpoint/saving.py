@@ -19,7 +19,7 @@ from torch import nn
 from hybridrec.checkpoint import contents, snapshot
 from hybridrec.checkpoint.delta_chain import DeltaManifest, RemovedEntry
 from hybridrec.checkpoint.exchange import Ranks
-from hybridrec.checkpoint.files import sync_folder, write_file, write_rows
+from hybridrec.checkpoint.files import sync_folder, sync_tree, write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, Manifest, TableEntry
 from hybridrec.checkpoint.sharded import ShardedWriter
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
@@ -193,7 +193,7 @@ class Saving:
                 written = list(pool.map(self._write_table, self._rows))
             self._files = dict(zip(self._rows, written, strict=True))
             self._write_more()
-            sync_folder(self._folder)
+            sync_tree(self._folder)
         except Exception as e:  # raised by `finish`, on all ranks
             self._error = e
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -41,8 +42,12 @@ def snapshots(root: Path) -> list[Path]:
     """All complete snapshots, in the order in which they were written."""
     if not root.is_dir():
         return []
-    found = [p for p in root.iterdir() if _NAME.fullmatch(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda p: ((p / MANIFEST).stat().st_mtime_ns, *_numbers(p.name)))
+    found: list[tuple[int, int, int, Path]] = []
+    for path in root.iterdir():
+        if _NAME.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not complete, or removed by its writer just now
+                found.append(((path / MANIFEST).stat().st_mtime_ns, *_numbers(path.name), path))
+    return [path for *_, path in sorted(found)]
 
 
 def _numbers(name: str) -> tuple[int, int]:

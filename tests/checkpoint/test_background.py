@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from hybridrec.checkpoint import files, points
 from hybridrec.distributed.model_parts import dense_tensors
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import build, records_of
+from tests.checkpoint.test_deltas import full_disk
 from tests.distributed.pipelines import all_batches, mine
 from tests.distributed.scenario import Scenario
 from tests.ranks import RankPools
@@ -247,3 +249,19 @@ def save_on_three_threads(scenario: Scenario, path: Path) -> None:
 
 def test_as_many_tables_at_a_time_as_torch_has_threads(pools: RankPools, tmp_path: Path) -> None:
     pools[1].run(save_on_three_threads, SCENARIO, tmp_path)
+
+
+def close_on_a_full_disk(path: Path) -> list[bool]:
+    """The snapshot that `close` finishes cannot be written: (the handler was put back, the folder is not locked)."""
+    dmp, pipeline = build(SCENARIO)
+    former = signal.getsignal(signal.SIGTERM)
+    checkpointer = checkpoint.Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=1, in_background=True)
+    pipeline.progress(iter(mine(SCENARIO, all_batches(SCENARIO))))
+    with full_disk(), pytest.raises(StateError, match="No space left"):
+        checkpointer.after_batch()
+        checkpointer.close()
+    return [signal.getsignal(signal.SIGTERM) is former, not (path / ".writer").exists()]
+
+
+def test_a_snapshot_that_fails_at_the_end_leaves_no_handler_and_no_lock(pools: RankPools, tmp_path: Path) -> None:
+    assert pools[1].run(close_on_a_full_disk, tmp_path) == [[True, True]]

@@ -19,9 +19,11 @@ from torchrec.distributed import DistributedModelParallel
 from hybridrec import ConfigError, StateError, checkpoint
 from hybridrec.checkpoint import files
 from hybridrec.checkpoint.delta_chain import read_delta
+from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.manifest import read_manifest
 from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.distributed.model_parts import dense_tensors
+from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import Records, build, records_of
 from tests.distributed.pipelines import all_batches, mine
@@ -369,3 +371,21 @@ def test_a_delta_costs_what_changed(pools: RankPools, tmp_path: Path) -> None:
     print(f"{changed:.3%} of the rows changed: {num_bytes:.3%} of the bytes")
     assert 0.009 < changed < 0.011
     assert num_bytes <= 1.2 * changed
+
+
+def order_of_resume(scenario: Scenario, path: Path) -> list[str]:
+    """What a writer does first that resumes while batches are in flight: the host group is the pipeline's then."""
+    dmp, pipeline = build(scenario)
+    writer = checkpoint.DeltaWriter(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    pipeline.progress(iter(mine(scenario, all_batches(scenario))))
+    order: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((ShardedHashCollection, "take_back_prepared"), (Ranks, "gather")):
+            original = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, o=original, n=name: (order.append(n), o(*args))[1])
+        writer.resume()
+    return order
+
+
+def test_batches_in_flight_are_taken_back_before_ranks_talk(pool_1: Any, tmp_path: Path) -> None:
+    assert pool_1.run(order_of_resume, ADAM, tmp_path) == [["take_back_prepared", "gather"]]

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridrec import ConfigError, HybridRecError, checkpoint
+from hybridrec import ConfigError, HybridRecError, StateError, checkpoint
 from hybridrec.checkpoint import files, snapshot
 from hybridrec.checkpoint.manifest import MANIFEST, read_manifest
+from hybridrec.distributed.lookup import PooledLookup
 from tests.checkpoint.runs import build, records_of
 from tests.distributed.pipelines import all_batches, build_oracle, mine
 from tests.distributed.scenario import TABLES, Scenario, compare_state, raise_together, state_of
@@ -276,3 +277,81 @@ def test_ranks_that_share_no_folder_are_told(pools: RankPools, tmp_path: Path) -
     assert "rank 1 wrote ranks/00001.pt, and rank 0 does not find it" in first[0] and "share" in first[0]
     assert "has no complete snapshot" in first[1] and "(on rank 1 of 2)" in first[1]
     assert not list((tmp_path / "0").iterdir())
+
+
+def load_without_room(scenario: Scenario, path: Path) -> list[str]:
+    """The last rank has no room for the second chunk of rows: what it says, and what a state_dict says afterwards."""
+    dmp, pipeline = build(scenario)
+    batches, said = iter(mine(scenario, all_batches(scenario))), []
+    pipeline.progress(batches)
+    checkpoint.save(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    original, calls = PooledLookup.import_rows, 0
+
+    def import_rows(lookup: PooledLookup, table: str, rows: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            raise StateError("no room")
+        original(lookup, table, rows)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StateError) as error:
+        patch.setattr(PooledLookup, "import_rows", import_rows)
+        checkpoint.load(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    said.append(str(error.value))
+    with pytest.raises(StateError) as error:
+        dmp.state_dict()
+    return [*said, str(error.value)]
+
+
+def test_a_snapshot_that_is_loaded_in_part_is_so_on_all_ranks(pools: RankPools, tmp_path: Path) -> None:
+    for rank, (said, afterwards) in enumerate(pools[2].run(load_without_room, SCENARIO, tmp_path)):
+        assert said == "no room (on rank 1 of 2)"
+        assert f"rank {rank} of 2: a snapshot could be loaded only in part: StateError: no room" in afterwards
+
+
+def names_not_forced(scenario: Scenario, path: Path) -> list[str]:
+    """Folders of a snapshot and its delta whose names were not forced to disk."""
+    dmp, pipeline = build(scenario)
+    batches, forced, original = iter(mine(scenario, all_batches(scenario))), set(), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        forced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        original(descriptor)
+
+    writer = checkpoint.DeltaWriter(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        pipeline.progress(batches)
+        snapshot = writer.save_full()
+        pipeline.progress(batches)
+        delta = writer.save_delta()
+    while_written = {
+        snapshot: path / f".unfinished_{snapshot.name}",
+        delta: delta.with_name(f".unfinished_{delta.name}"),
+    }
+    folders = [path, snapshot, delta.parent]  # what was renamed, or made, in a folder that is there
+    for done, unfinished in while_written.items():
+        found = [done, *(f for f in done.rglob("*") if f.is_dir())]
+        folders += [unfinished / f.relative_to(done) for f in found if "deltas" not in f.relative_to(done).parts]
+    return [str(folder) for folder in folders if str(folder) not in forced]
+
+
+def test_the_names_of_all_files_are_forced_to_disk(pool_1: Any, tmp_path: Path) -> None:
+    assert pool_1.run(names_not_forced, SCENARIO, tmp_path) == [[]]
+
+
+def test_a_snapshot_that_is_removed_while_one_looks_is_no_error(tmp_path: Path) -> None:
+    for name in ("step_1", "step_2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).touch()
+    original = Path.stat
+
+    def stat(path: Path, **kwargs: Any) -> os.stat_result:
+        found = original(path, **kwargs)
+        if path == tmp_path / "step_1" / MANIFEST:
+            shutil.rmtree(path.parent)  # by the job that writes them
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "stat", stat)
+        assert checkpoint.latest(tmp_path) == tmp_path / "step_2"
