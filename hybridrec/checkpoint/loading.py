@@ -291,10 +291,11 @@ def _check_names(what: str, saved: Any, now: Any) -> None:
 def _check_columns(table: str, saved: list[TableEntry], dim: int) -> None:
     """What was saved of one table, against its columns now."""
     if sum(entry.dim for entry in saved) != dim:
+        names = sorted(entry.name for entry in saved)
+        cut = "" if names == [table] else f" ({names})"
         raise ConfigError(
-            f"table {table!r}: embedding_dim is {sum(entry.dim for entry in saved)} in the snapshot "
-            f"({sorted(entry.name for entry in saved)}) and {dim} in the model. Load it into the model that it was "
-            "saved from."
+            f"table {table!r}: embedding_dim is {sum(entry.dim for entry in saved)} in the snapshot{cut} and {dim} in "
+            "the model. Load it into the model that it was saved from."
         )
     rows = {entry.name: entry.rows for entry in saved}
     if len(set(rows.values())) > 1:
