@@ -45,7 +45,7 @@ def snapshots(root: Path) -> list[Path]:
     found: list[tuple[int, int, int, Path]] = []
     for path in root.iterdir():
         if _NAME.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not complete, or removed by its writer just now
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not complete, or just removed
                 found.append(((path / MANIFEST).stat().st_mtime_ns, *_numbers(path.name), path))
     return [path for *_, path in sorted(found)]
 
