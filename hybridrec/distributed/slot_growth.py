@@ -46,6 +46,9 @@ class SlotGrowth:
         self._tables, self._kernels, self._place_of_table = tables, kernels, place_of_table
         self._log, self._publish = log, publish
         self._backend, self._device, self._where = backend, device, where
+        # Slots are of the stream that made them, wherever they grow: memory that another stream copies from could be
+        # freed, and be given to the training thread, before the copy is over.
+        self._stream = backend.current_stream(device)
         self.num_slots = [table.placed.num_slots for table in tables]
         """[T], as they are."""
         self.batches_in_flight = 1
@@ -95,7 +98,8 @@ class SlotGrowth:
                     f"table {name!r} ({self._where}): {e} Raise host_memory_bytes, or make the batch smaller."
                 ) from e
             self._backend.synchronize(self._device)  # other streams may still use what moves now; this is rare
-            self._kernels[kernel].resize(sizes)
+            with self._backend.use_stream(self._stream):
+                self._kernels[kernel].resize(sizes)
             self._backend.synchronize(self._device)
             self.num_slots[table] = wanted
             del self._wanted[table]

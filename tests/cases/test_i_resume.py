@@ -63,6 +63,7 @@ def test_ter176_ter600_another_cache_is_loaded_and_another_dim_refused(pools: Ra
         ("fused_uvm", "cpu"),
         ("fused_uvm_caching", "cpu"),
         ("fused", "npu"),
+        ("fused_uvm", "npu"),
         ("fused_uvm_caching", "npu"),
     ],
 )
