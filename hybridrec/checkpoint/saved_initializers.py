@@ -21,7 +21,7 @@ Banks = Mapping[str, Mapping[str, Tensor]]
 
 
 def needs_bank(text: str) -> bool:
-    """Whether an initializer of a manifest is a `Bank`, whose rows are elsewhere."""
+    """Whether an initializer of a manifest is a `Bank`: it has a digest there, and its rows elsewhere."""
     return text.startswith(f"{Bank.__name__}(")
 
 

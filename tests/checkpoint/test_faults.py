@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed import DistributedModelParallel
 
-from hybridrec import ConfigError, HybridRecError, StateError, checkpoint
+from hybridrec import ConfigError, HashEmbeddingBagConfig, HybridRecError, StateError, checkpoint
 from hybridrec.checkpoint import files, snapshot
 from hybridrec.checkpoint.manifest import MANIFEST, read_manifest
 from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.store.initializer import bank_from_init_fn
+from tests.cases.small import sharded
 from tests.checkpoint.runs import build, records_of
 from tests.distributed.pipelines import all_batches, build_oracle, mine
 from tests.distributed.scenario import TABLES, Scenario, compare_state, raise_together, state_of
@@ -203,6 +207,35 @@ def test_a_changed_model_is_refused_with_both_values(pools: RankPools, tmp_path:
         in (messages["missing"])
     )
     assert "optimizer: the snapshot has the parts" in messages["parts"]
+
+
+def all_ones(rows: Tensor) -> Tensor:
+    return rows.fill_(1)
+
+
+def ones_but_for_one(rows: Tensor) -> Tensor:
+    rows.fill_(1)[-1, -1] = 2
+    return rows
+
+
+def with_init_fn(init_fn: Callable[[Tensor], Tensor]) -> DistributedModelParallel:
+    return sharded([HashEmbeddingBagConfig(300, 4, "t", feature_names=["f"], init_fn=init_fn)])
+
+
+def load_beside_another_init_fn(path: Path) -> str:
+    checkpoint.save(path, with_init_fn(all_ones))
+    dist.barrier()
+    checkpoint.load(path, with_init_fn(lambda rows: rows * 0 + 1))  # another function, the same rows
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.load(path, with_init_fn(ones_but_for_one))
+    return str(caught.value)
+
+
+def test_another_init_fn_is_refused_by_a_digest_of_its_rows(pools: RankPools, tmp_path: Path) -> None:
+    before, after = (repr(bank_from_init_fn(fill, 4, 0)) for fill in (all_ones, ones_but_for_one))
+    assert len(before) == len("Bank(sha256='')") + 64 and before != after
+    for text in pools[2].run(load_beside_another_init_fn, tmp_path):
+        assert f"table 't': initializer is {before!r} in the snapshot and {after!r} in the model" in text
 
 
 def refuse_what_cannot_be_saved(scenario: Scenario, path: Path) -> list[str]:
