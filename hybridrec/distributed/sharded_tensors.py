@@ -75,7 +75,10 @@ def set_optimizer_steps(model: nn.Module, steps: Mapping[str, int]) -> None:
 
 
 def _kernels(module: nn.Module) -> Iterator[Any]:
-    return (part for part in module.modules() if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen))
+    """Those of TorchRec's lookups, which are in a plain list: ``modules()`` of the module does not have them."""
+    lookups = (lookup for m in module.modules() for lookup in getattr(m, "_lookups", ()))
+    parts = (part for lookup in lookups for part in lookup.modules())
+    return (part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen))
 
 
 def check_trained_alike(model: nn.Module, weights: Mapping[str, Any], trained: Iterator[Tensor]) -> None:

@@ -138,7 +138,8 @@ def train(dmp: DistributedModelParallel, optimizer: CombinedOptimizer, steps: ra
 
 def kernels_of(dmp: DistributedModelParallel) -> list[Any]:
     """FBGEMM's, of this rank."""
-    return [m for m in dmp.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+    lookups = [lookup for part in (dmp.module.plain, dmp.module.sequence) for lookup in part._lookups]
+    return [m for lookup in lookups for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 def tensors_of(dmp: DistributedModelParallel, optimizer: CombinedOptimizer) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def load_and_go_on(path: Path, plan: Mapping[str, str], optimizer: str) -> Any:
     train(dmp, fused, range(1))
     fused.param_groups[0]["lr"] = 7.0
     checkpoint.load(path, dmp, fused)
-    assert {int(c) for k in kernels_of(dmp) for c in (k.iter, k.iter_cpu)} <= {41}
+    assert {int(c) for k in kernels_of(dmp) for c in (k.iter, k.iter_cpu)} == {41}
     found = tensors_of(dmp, fused)
     return train(dmp, fused, range(3, 6)), found, tensors_of(dmp, fused)
 
@@ -78,6 +79,36 @@ def test_other_ranks_and_plans(
     saved = pools[before].run(save_and_go_on, tmp_path, first, optimizer)
     for _, loaded, _ in pools[after].run(load_and_go_on, tmp_path, plan, optimizer):
         assert same(saved[0][1], loaded)
+
+
+def weights_in(kernels: list[Any]) -> list[torch.Tensor]:
+    return [weight.clone() for kernel in kernels for weight in kernel.split_embedding_weights()]
+
+
+def resets_while_loading(path: Path) -> tuple[int, int]:
+    """(FBGEMM's kernels of this rank, those of them that dropped their caches when they had what was saved)."""
+    dmp, fused = build()
+    train(dmp, fused, range(2))
+    checkpoint.save(path, dmp, fused)
+    kernels = kernels_of(dmp)
+    saved = {id(kernel): weights_in([kernel]) for kernel in kernels}
+    train(dmp, fused, range(2, 4))
+    assert not all(map(torch.equal, weights_in(kernels), sum(saved.values(), [])))
+    found = set()
+
+    def reset(kernel: Any) -> None:
+        if all(map(torch.equal, weights_in([kernel]), saved[id(kernel)])):
+            found.add(id(kernel))
+
+    with mock.patch.object(type(kernels[0]), "reset_cache_states", reset):
+        checkpoint.load(path, dmp, fused)
+    return len(kernels), len(found)
+
+
+def test_caches_of_fbgemm_are_dropped_when_rows_are_loaded(pools: RankPools, tmp_path: Path) -> None:
+    """On a device FBGEMM goes on with rows that it had cached before, unless it is told."""
+    for num_kernels, num_reset in pools[2].run(resets_while_loading, tmp_path):
+        assert num_kernels == num_reset > 1
 
 
 def save_only(path: Path, **kwargs: Any) -> None:
