@@ -16,6 +16,7 @@ from hybridrec.distributed.rows_state_dict import owner_of
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.errors import ConfigError
+from hybridrec.modules.hash_table import PROTECTED_BATCHES
 from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 
@@ -23,8 +24,9 @@ from hybridrec.store.row_export import RowChunk
 def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor) -> None:
     """Insert rows by id, or replace those that live; their optimizer state begins anew.
 
-    For a table larger than memory call it for one chunk after the other. The rows count as used by the newest batch.
-    Collective: all ranks pass the same rows, each keeps those that it owns.
+    For a table larger than memory call it for one chunk after the other. The rows count as used after all that are
+    there, and the next batch may evict them (``max_rows``): none in flight needs them. Collective: all ranks pass the
+    same rows, each keeps those that it owns.
 
     Args:
         model: What `DistributedModelParallel` returned.
@@ -44,10 +46,11 @@ def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor)
         module.lookup.require_idle()
     with ranks.together():
         group = module.lookup.log.group
-        group.set_ordinal(max(1, group.ordinal))  # a score of 0 would be that of no batch
+        score = group.ordinal + 1
+        group.set_ordinal(score + PROTECTED_BATCHES)  # they are not among what the last batches used
         for part, shard in parts_of(module, table):
             mine = owner_of(ids_N, ranks.world_size) == ranks.rank if part.owner is None else slice(None)
-            scores_N = torch.full_like(ids_N[mine], group.ordinal)
+            scores_N = torch.full_like(ids_N[mine], score)
             put(module.lookup, part, shard, ids_N[mine], scores_N, weights_ND[mine])
 
 

@@ -28,8 +28,8 @@ def import_table(model: nn.Module, table: str, path: str | Path, *, allow_nonfin
 
     The file is read three times: its ids, its embeddings (each rank some of them), and, when both are as they should
     be, chunk by chunk into the table. A rank holds a few chunks of 8 MiB, and for the first reading 16 bytes for each
-    id that is its own. The rows count as used by the newest batch. Collective: all ranks see the file, and keep what
-    they own.
+    id that is its own. How long ago the rows were used: see `import_rows`. Collective: all ranks see the file, and keep
+    what they own.
 
     Args:
         model: What `DistributedModelParallel` returned.
