@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,18 +166,16 @@ class _Reader:
         saved = {c.name: c for c in point.collections}
         _check_names("collections", saved, self._collections)
         for name, module in self._collections.items():
-            entries = {t.name: t for t in saved[name].tables}
-            columns: dict[str, list[TableEntry]] = {}
-            for entry in entries.values():
-                table, _, _ = columns_of(entry.name, [c.name for c in module.table_configs])
-                columns.setdefault(table, []).append(entry)
             configs = {c.name: c for c in module.table_configs}
+            columns = _by_table(saved[name], configs)
             _check_names(f"tables of collection {name!r}", columns, configs)
             for config in configs.values():
-                _check_columns(config.name, columns[config.name], config.embedding_dim)
+                _check_columns(config.name, list(columns[config.name].values()), config.embedding_dim)
             for part, table_now in zip(module.parts, module.lookup.tables, strict=True):
+                entries = columns[part.table.name]
+                now = table_entry(part, table_now)
                 for source in covering(part, entries, _WHERE):
-                    _check_table(entries[source.name], table_entry(module, table_now))
+                    _check_table(entries[source.name], now)
 
     def _check_dense(self, model: nn.Module, optimizer: Any, dense: dict[str, Any]) -> None:
         tensors = dict(dense_tensors(model))
@@ -226,9 +224,9 @@ class _Reader:
         lookup = module.lookup
         num_batches = point.last.manifest.step
         lookup.forget_rows(ordinal=saved.ordinal, committed=saved.batches_committed, num_batches=num_batches)
-        entries = {t.name: t for t in saved.tables}
+        columns = _by_table(saved, {c.name for c in module.table_configs})
         for part, table in zip(module.parts, lookup.tables, strict=True):
-            sources = covering(part, entries, _WHERE)
+            sources = covering(part, columns[part.table.name], _WHERE)
             is_row_wise = part.owner is None
             streams = [
                 rows_at(
@@ -277,6 +275,20 @@ def _share(point: Point, ranks: Ranks) -> list[tuple[Layer, FileEntry]]:
         if rank == ranks.rank:
             mine.append((layer, file))
     return mine
+
+
+def _by_table(saved: CollectionEntry, tables: Collection[str]) -> dict[str, dict[str, TableEntry]]:
+    """Name of a table -> what was saved of it, by name: itself, or columns of it.
+
+    Args:
+        saved: What was saved.
+        tables: Names of the tables that there are, quick to look up.
+    """
+    found: dict[str, dict[str, TableEntry]] = {}
+    for entry in saved.tables:
+        table, _, _ = columns_of(entry.name, tables)
+        found.setdefault(table, {})[entry.name] = entry
+    return found
 
 
 def _check_names(what: str, saved: Any, now: Any) -> None:

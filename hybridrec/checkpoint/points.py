@@ -5,6 +5,7 @@ A point is named by its folder, that of the snapshot or that of the last delta.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,11 @@ class Layer:
 
     def table(self, collection: str, name: str) -> TableEntry:
         """Rows to put in. The table is there: all layers of a chain have the same ones."""
-        entry = next(c for c in self.manifest.collections if c.name == collection)
-        return next(t for t in entry.tables if t.name == name)
+        return self._tables[collection, name]
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[str, str], TableEntry]:
+        return {(c.name, t.name): t for c in self.manifest.collections for t in c.tables}
 
     def removed(self, collection: str, name: str) -> NDArray[np.int64]:
         """Ids to take out before: int64, in no order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, 
 from hybridrec.checkpoint.sharded import ShardedWriter
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
+from hybridrec.distributed.routing import TablePart
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.sharded_tensors import optimizer_steps
@@ -164,6 +166,7 @@ class Saving:
             self._give_up()
             raise
         self._entries = [collection_entry(c, module) for c, module in self._collections.items()]
+        self._chunk_rows = {(c.name, t.name): t.chunk_rows for c in self._entries for t in c.tables}
 
     def start(self) -> None:
         """Write this rank's part on a thread of its own, which stands back where training needs all cores."""
@@ -201,9 +204,8 @@ class Saving:
 
     def _write_table(self, key: tuple[str, str]) -> FileEntry:
         c, name = key
-        table = next(t for t in self._collections[c].lookup.tables if t.name == name)
         file = f"rows/{folder_name(c)}/{folder_name(name)}/{self._rank:05d}.rows"
-        return write_rows(self._folder, file, self._rows[key], chunk_rows_of(table), self._rank)
+        return write_rows(self._folder, file, self._rows[key], self._chunk_rows[key], self._rank)
 
     @property
     def digest(self) -> str:
@@ -368,7 +370,7 @@ def require_here(folder: Path, file: FileEntry) -> None:
 def collection_entry(name: str, module: ShardedHashCollection) -> CollectionEntry:
     """A collection as it is now, without files."""
     log = module.lookup.log
-    tables = tuple(table_entry(module, table) for table in module.lookup.tables)
+    tables = tuple(itertools.starmap(table_entry, zip(module.parts, module.lookup.tables, strict=True)))
     return CollectionEntry(name=name, ordinal=log.committed_ordinal, batches_committed=log.committed, tables=tables)
 
 
@@ -389,28 +391,22 @@ def merged(entries: tuple[CollectionEntry, ...]) -> CollectionEntry:
     return dataclasses.replace(entries[0], tables=tuple(tables.values()))
 
 
-def table_entry(module: ShardedHashCollection, table: ShardTable) -> TableEntry:
-    """A table as it is now, without files."""
-    names = {table.name, table.name.rpartition("[")[0]}  # the second: of columns of a table
-    config = next(c for c in module.table_configs if c.name in names)
+def table_entry(part: TablePart, table: ShardTable) -> TableEntry:
+    """A table, or columns of one, as it is now, without files."""
+    config = part.table
     states = (*table.layout.row_states, *table.layout.row_wise_states)
     return TableEntry(
         name=table.name,
-        is_row_wise=module.owner_of_table(table.name) is None,
+        is_row_wise=part.owner is None,
         dim=table.layout.dim,
         states=tuple((s.name, s.is_row_wise) for s in states),
         optimizer=dataclasses.asdict(table.optimizer),
         seed=config.seed,
         initializer=repr(config.initializer),
         max_rows=config.max_rows,
-        chunk_rows=chunk_rows_of(table),
+        chunk_rows=rows_of_chunk(table.layout),
         row_type=table.layout.row_type.name,
     )
-
-
-def chunk_rows_of(table: ShardTable) -> int:
-    """Rows of a chunk of a table's files."""
-    return rows_of_chunk(table.layout)
 
 
 def folder_name(name: str) -> str:

@@ -7,7 +7,7 @@ together, and cut, by their place.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +33,7 @@ class SavedColumns:
         return replace(now, dim=self.dim)
 
 
-def columns_of(name: str, tables: Iterable[str]) -> tuple[str, int, int | None]:
+def columns_of(name: str, tables: Collection[str]) -> tuple[str, int, int | None]:
     """(table, first column, number of columns or None if all) of the name of a table or of columns of one.
 
     Args:

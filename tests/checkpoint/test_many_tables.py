@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.cases.checkpoints import peak_growth
 from tests.cases.small import kjt, sharded, table
 from tests.checkpoint.runs import records_of
 from tests.property.driver import Slots
-from tests.ranks import RankPools
+from tests.ranks import RankPool, RankPools
 
 NUM_TABLES = 300
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -64,6 +65,30 @@ def save_and_load_many(path: Path, num_tables: int) -> tuple[float, float, bool]
     checkpoint.load(path, models[1])
     end = time.perf_counter()
     return saved - start, end - saved, records_of(models[0]) == records_of(models[1])
+
+
+def calls_of_load(path: Path, num_tables: int) -> int:
+    """Calls of functions, and steps of generators, in a load on this thread."""
+    tables = [table(f"t{i}", 4, [f"f{i}"]) for i in range(num_tables)]
+    model = sharded(tables, optimizer=torch.optim.Adagrad, lr=0.1)
+    model(kjt({f"f{i}": [[1, 2]] for i in range(num_tables)})).sum().backward()
+    folder, calls = checkpoint.save(path / str(num_tables), model), 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        checkpoint.load(folder, model)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_of_a_load_grows_as_the_number_of_tables(pool_1: RankPool, tmp_path: Path) -> None:
+    few, some, many = (pool_1.run(calls_of_load, tmp_path, n)[0] for n in (10, 60, 110))
+    assert many - some < 1.1 * (some - few)
 
 
 @pytest.mark.slow
