@@ -6,6 +6,7 @@ import collections
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -176,7 +177,18 @@ def resolve_tables(
     resolved = tuple(resolve_table(table, kind) for table in tables)
     _check_unique("table name", [table.name for table in resolved])
     _check_unique("output name", [name for names in embedding_names(resolved) for name in names])
+    _check_no_columns([table.name for table in resolved])
     return resolved
+
+
+def _check_no_columns(names: Sequence[str]) -> None:
+    """A snapshot calls columns 0 to 7 of a table ``t`` that is cut ``t[0:8]``."""
+    for name in names:
+        found = re.fullmatch(r"(.+)\[\d+:\d+\]", name, re.DOTALL)
+        if found is not None and found[1] in names:
+            raise ConfigError(
+                f"table {name!r} has the name of columns of table {found[1]!r} in a snapshot. Give it another name."
+            )
 
 
 def embedding_names(tables: Sequence[TableConfig]) -> list[list[str]]:

@@ -119,7 +119,9 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, StopIteration):  # which all ranks see at the end of their data
-            self._saving = None  # the other ranks may not come
+            saving, self._saving = self._saving, None  # not `finish`: the other ranks may not come
+            if saving is not None:
+                saving.give_up()
             if self._deltas is not None:
                 self._deltas.give_up()
         self.close()

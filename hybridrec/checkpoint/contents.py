@@ -15,6 +15,8 @@ from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from hybridrec.distributed.sharded_tensors import check_trained_alike, fused_states, is_fused, sharded_weights
 from hybridrec.errors import ConfigError
 
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
+"""What parameter groups have beside the settings of their optimizer."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
@@ -127,14 +129,34 @@ def check_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
         mine, theirs, where = now[path], saved[path], f"optimizer {path!r}" if path else "optimizer"
         if mine["kind"] != theirs["kind"]:
             raise ConfigError(f"{where}: the snapshot has a {theirs['kind']} optimizer, this one is {mine['kind']}.")
+        _check_groups(where, _groups(theirs), _groups(mine))
         if mine["kind"] == "torch":
             continue
-        if len(mine["groups"]) != len(theirs["groups"]):
-            counts = f"{len(theirs['groups'])} parameter groups, this one has {len(mine['groups'])}"
-            raise ConfigError(f"{where}: the snapshot has {counts}.")
         known = {_without_wrapper(name) for name in leaf.params}
         if unknown := sorted(set(theirs["state"]) - known):
             raise ConfigError(f"{where}: the snapshot has state of {unknown}. Parameters here: {sorted(known)}.")
+
+
+def _groups(leaf: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups in what `_leaf_state` gave."""
+    return list(leaf["groups"] if leaf["kind"] == "keyed" else leaf["state"]["param_groups"])
+
+
+def _check_groups(where: str, saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    """Of optimizers of one class each has what the other has, but for what another version of torch adds."""
+    counts = [len(group["params"]) for group in saved], [len(group["params"]) for group in now]
+    if counts[0] != counts[1]:
+        raise ConfigError(
+            f"{where}: the snapshot has {len(saved)} parameter groups, of {counts[0]} parameters, this one has "
+            f"{len(now)}, of {counts[1]}."
+        )
+    for before, after in zip(saved, now, strict=True):
+        left, come = before.keys() - after.keys() - _OF_SCHEDULERS, after.keys() - before.keys() - _OF_SCHEDULERS
+        if left and come:
+            raise ConfigError(
+                f"{where}: it is of another class than that of the snapshot, whose groups have {sorted(left)}; those "
+                f"of this one have {sorted(come)}. Pass an optimizer like the one that was saved."
+            )
 
 
 def _without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:

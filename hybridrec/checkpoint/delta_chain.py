@@ -138,8 +138,11 @@ def newest_delta(snapshot: Path) -> tuple[int, str]:
     """
     path = snapshot / DELTAS / _NEWEST
     try:
-        number, digest = path.read_text().split()
-        return int(number), digest
+        text, digest = path.read_text().split()
+        number = int(text)
+        if number < 1:
+            raise ValueError(f"there is no delta {number}")
+        return number, digest
     except FileNotFoundError:
         return 0, ""
     except (OSError, ValueError) as e:

@@ -163,7 +163,9 @@ class DeltaWriter:
 
     def give_up(self) -> None:
         """Let go of what was started, without the other ranks; nothing becomes visible."""
-        self._written = None
+        written, self._written = self._written, None
+        if written is not None:
+            written.saving.give_up()
 
     def resume(self) -> Loaded | None:
         """Load the newest snapshot and its deltas (see `load`), and go on with that chain; None without a snapshot.

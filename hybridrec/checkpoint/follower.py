@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrec.backend import HOST
 from hybridrec.checkpoint.delta_chain import newest_delta, read_delta
-from hybridrec.checkpoint.files import read_rows
+from hybridrec.checkpoint.files import read_rows, read_values
 from hybridrec.checkpoint.followed_rows import FollowedRows, RowStorage
 from hybridrec.checkpoint.followed_tables import FollowedTables, Key, Unknown
-from hybridrec.checkpoint.manifest import Manifest, TableEntry, read_manifest
+from hybridrec.checkpoint.manifest import MANIFEST, Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.points import Layer, delta_layer
 from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.checkpoint.sharded import MODEL, ShardedReader
@@ -38,7 +35,6 @@ class Follower:
         self._lock = threading.Lock()
         self._storages: dict[Key, RowStorage] = {}
         self._now: FollowedTables | None = None
-        self._take(self._snapshot_layer(resolve(self._path)))
         self.update()
 
     @property
@@ -94,19 +90,27 @@ class Follower:
                 as before it.
         """
         with self._lock:
-            newest = resolve(self._path)
-            is_new = newest != self.now.snapshot
-            if is_new:
-                self._take(self._snapshot_layer(newest))
-            snapshot, first = self.now.snapshot, self.now.number + 1
-            last, digest = newest_delta(snapshot)
-            if last < first - 1:
-                raise StateError(f"{snapshot} ends at delta {last}, {first - 1} were applied. Follow it anew.")
-            for number in range(first, last + 1):
-                self._take(delta_layer(snapshot, read_delta(snapshot, number, self.now.digest)))
-            if last and digest != self.now.digest:
-                raise StateError(f"delta {last} of {snapshot} is not the one that was written last. Follow it anew.")
-            return is_new or last >= first
+            while True:
+                newest = resolve(self._path)
+                try:
+                    return self._follow(newest)
+                except (HybridRecError, OSError):
+                    if (newest / MANIFEST).is_file():
+                        raise  # else its writer let it go meanwhile: there is a newer one
+
+    def _follow(self, newest: Path) -> bool:
+        is_new = self._now is None or newest != self.now.snapshot
+        if is_new:
+            self._take(self._snapshot_layer(newest))
+        snapshot, first = self.now.snapshot, self.now.number + 1
+        last, digest = newest_delta(snapshot)
+        if last < first - 1:
+            raise StateError(f"{snapshot} ends at delta {last}, {first - 1} were applied. Follow it anew.")
+        for number in range(first, last + 1):
+            self._take(delta_layer(snapshot, read_delta(snapshot, number, self.now.digest)))
+        if last and digest != self.now.digest:
+            raise StateError(f"delta {last} of {snapshot} is not the one that was written last. Follow it anew.")
+        return is_new or last >= first
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class Follower:
         try:
             entries = {(c.name, table.name): table for c in layer.manifest.collections for table in c.tables}
             taken = {key: self._rows_after(layer, key, entry) for key, entry in entries.items()}
-            dense = _decoded(layer)
+            dense = read_values(layer.folder / layer.manifest.dense.name, ("model",))
             sharded = ShardedReader(layer.folder, layer.manifest.sharded).read_whole(MODEL)
         except BaseException as e:
             for key, mark in marks.items():
@@ -161,11 +165,6 @@ class Follower:
 def _chunks(layer: Layer, entry: TableEntry) -> Iterator[RowChunk]:
     for file in entry.files:
         yield from read_rows(layer.folder, entry, file, layout_of(entry))
-
-
-def _decoded(layer: Layer) -> dict[str, Any]:
-    path = layer.folder / layer.manifest.dense.name
-    return dict(torch.load(path, map_location=HOST, weights_only=True))
 
 
 def follow(path: str | Path) -> Follower:

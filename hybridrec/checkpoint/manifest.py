@@ -165,7 +165,7 @@ def read_json(path: Path, known_format: int) -> dict[str, Any]:
         raise StateError(f"{path.parent} is no complete snapshot: it has no {path.name}.") from e
     except OSError as e:
         raise StateError(f"{path} cannot be read: {e}.") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise StateError(f"{path} is damaged: it is no manifest. Load an older snapshot.") from e
     if found_format != known_format:
         raise ConfigError(

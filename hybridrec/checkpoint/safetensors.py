@@ -131,7 +131,7 @@ class _Header:
             text = file.read(length) if self._start <= self._size and length <= _LARGEST_HEADER else b""
         try:
             self._header = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             self._header = None
         if not isinstance(self._header, dict):
             raise file_error(path, "is neither Parquet nor safetensors", "Write the table in one of these formats.")

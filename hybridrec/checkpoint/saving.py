@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import itertools
 import os
@@ -37,6 +38,8 @@ from hybridrec.store.row_export import ShardRows, rows_of_chunk
 MAX_THREADS = 4
 """That read or write files of a snapshot at a time, on a rank: as many as torch has, but no more."""
 
+_LONGEST_NAME = 255
+"""Bytes of the name of a file or folder, on about every file system."""
 _NICENESS = 10
 """Of the thread that writes while training goes on: where all cores are busy it gets a tenth of what others get."""
 
@@ -133,6 +136,7 @@ class Saving:
         self._group = group or self._host_group
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._is_given_up = False
         self._files: dict[tuple[str, str], FileEntry] = {}
         self._rows: dict[tuple[str, str], ShardRows] = {}
         self._sharded: ShardedWriter | None = None
@@ -182,6 +186,8 @@ class Saving:
         if sys.platform == "linux":  # where it is that of the thread, not of the process
             os.nice(_NICENESS)
         self._write(num_threads=1)
+        if self._is_given_up:
+            self._give_up()
 
     def write(self) -> None:
         """Write this rank's part; what goes wrong is raised by `finish`."""
@@ -223,6 +229,12 @@ class Saving:
             self._give_up()
             raise
         return self._published()
+
+    def give_up(self) -> None:
+        """In place of `finish`, and not collective: what was written is removed, once the thread has ended."""
+        self._is_given_up = True
+        if self.is_written:
+            self._give_up()
 
     def _publish(self, ranks: Ranks) -> None:
         with ranks.together():
@@ -412,6 +424,9 @@ def table_entry(part: TablePart, table: ShardTable) -> TableEntry:
 def folder_name(name: str) -> str:
     """A name as that of a folder; different names stay different."""
     safe = "".join(c if c.isalnum() or c in "-_" else f"%{ord(c):x}%" for c in name)
+    if len(safe.encode()) > _LONGEST_NAME:
+        beginning = safe.encode()[: _LONGEST_NAME - 66].decode(errors="ignore")
+        return f"{beginning}%%{hashlib.sha256(name.encode()).hexdigest()}"
     return safe or "%"
 
 

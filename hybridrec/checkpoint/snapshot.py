@@ -18,6 +18,8 @@ _NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
 _LATEST = "latest"
 DELTAS = "deltas"
 """Folder in a snapshot; see `delta_chain`."""
+_TICK_NS = 2 * 10**9
+"""What every file system can tell apart."""
 _being_written: set[Path] = set()
 """Folders of this process that are not left over."""
 
@@ -116,6 +118,7 @@ def give_up(root: Path, name: str) -> None:
 
 def publish(root: Path, name: str, keep: int | None) -> Path:
     """Make a written snapshot visible, by one rename, and the newest; let go of those beyond ``keep``. On one rank."""
+    _put_last(unfinished(root, name) / MANIFEST, snapshots(root))
     os.replace(unfinished(root, name), root / name)
     replace_file(root / _LATEST, f"{name}\n".encode())
     if keep is not None:
@@ -124,6 +127,14 @@ def publish(root: Path, name: str, keep: int | None) -> Path:
             remove_folder(old)
     _end_writing(root, name)
     return root / name
+
+
+def _put_last(manifest: Path, others: list[Path]) -> None:
+    """Date it after all others: their order is that of their times, and the clock may have been put back since."""
+    status = manifest.stat()
+    newest = (others[-1] / MANIFEST).stat().st_mtime_ns if others else 0
+    if status.st_mtime_ns < newest:
+        os.utime(manifest, ns=(status.st_atime_ns, newest + _TICK_NS))
 
 
 def _end_writing(root: Path, name: str) -> None:

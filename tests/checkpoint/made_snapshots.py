@@ -62,10 +62,11 @@ def table_in(
 
 def snapshot_of(folder: Path, *collections: list[TableEntry], banks: Banks | None = None) -> Path:
     """The manifest of tables that `table_in` wrote."""
-    dense = b"none" if banks is None else bytes(encoded({"banks": banks}))
+    dense = encoded({"model": {}, "optimizer": None} | ({} if banks is None else {"banks": banks}))
+    ranks = {file.rank for tables in collections for table in tables for file in table.files}
     manifest = Manifest(
         step=1,
-        world_size=1,
+        world_size=max(ranks, default=0) + 1,
         collections=tuple(
             CollectionEntry(name=f"c{i}", ordinal=1, batches_committed=1, tables=tuple(tables))
             for i, tables in enumerate(collections)

@@ -20,7 +20,9 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hybridrec import Constant, HashEmbeddingBagConfig, Normal, Uniform, checkpoint
+from hybridrec.checkpoint import follower as follower_module
 from hybridrec.checkpoint.delta_chain import read_delta
+from hybridrec.checkpoint.files import read_rows, remove_folder
 from hybridrec.checkpoint.followed_rows import FollowedRows, RowStorage
 from hybridrec.checkpoint.manifest import read_manifest
 from hybridrec.errors import ConfigError
@@ -28,6 +30,7 @@ from hybridrec.store.row_export import RowChunk
 from hybridrec.store.row_state_layout import RowStateLayout
 from hybridrec.types import RowState
 from tests.cases.small import kjt, sharded
+from tests.checkpoint.made_snapshots import rows_of, snapshot_of, table_in
 from tests.checkpoint.test_deltas import ADAM, EVICTING, write_chain
 from tests.distributed import scenario as scenarios
 from tests.distributed.pipelines import all_batches
@@ -164,6 +167,9 @@ def chain(pools: RankPools, tmp_path: Path) -> tuple[Path, Show]:
         digests.append(read_delta(snapshot, number, digests[-1]).digest)
 
     def show(number: int) -> None:
+        if not number:
+            (snapshot / "deltas" / "newest").unlink(missing_ok=True)
+            return
         beside = snapshot / "deltas" / "newer"
         beside.write_text(f"{number} {digests[number]}\n")
         beside.replace(snapshot / "deltas" / "newest")
@@ -316,3 +322,25 @@ def test_readers_of_one_table_name_in_two_collections_say_which(tmp_path: Path, 
     follower = checkpoint.follow(tmp_path)
     with pytest.raises(ConfigError, match=r"no table 'uniform' is in .*\('ebc', 'uniform'\)"):
         follower.rows("uniform", collection="other")
+
+
+def test_a_snapshot_that_its_writer_lets_go_of_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is gone between two reads of a follower, as with ``keep=1``; the newer one is followed then."""
+    for step in (1, 2):
+        folder = tmp_path / f"step_{step}"
+        ids, weights = rows_of(10 * step, 4)
+        snapshot_of(folder, [table_in(folder, "t", ids, weights)])
+    (tmp_path / "latest").write_text("step_1\n")
+    original, gone = read_rows, []
+
+    def read_and_let_go(folder: Path, *arguments: Any) -> Any:
+        if folder.name == "step_1" and not gone:
+            gone.append(folder)
+            (tmp_path / "latest").write_text("step_2\n")
+            remove_folder(folder)
+        return original(folder, *arguments)
+
+    monkeypatch.setattr(follower_module, "read_rows", read_and_let_go)
+    follower = checkpoint.follow(tmp_path)
+    assert gone and follower.snapshot.name == "step_2" and len(follower.rows("t").ids_N) == 20
+    assert not follower.update()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from hybridrec import checkpoint
 from hybridrec.checkpoint import snapshot
+from hybridrec.checkpoint.files import remove_folder
 from hybridrec.checkpoint.manifest import MANIFEST
+from hybridrec.checkpoint.saving import folder_name
 
 
 def publish(root: Path, step: int, keep: int | None, second: int) -> str:
@@ -54,3 +58,31 @@ def test_folders_of_others_are_neither_snapshots_nor_let_go(tmp_path: Path) -> N
     for step in range(3):
         publish(tmp_path, step, 1, step)
     assert mine.is_dir() and names(tmp_path) == ["step_000000000002"]
+
+
+def test_a_clock_that_is_put_back_does_not_change_the_order(tmp_path: Path) -> None:
+    for second, step in ((300, 1), (200, 2), (100, 3), (250, 4)):
+        publish(tmp_path, step, 2, second)
+    assert names(tmp_path) == ["step_000000000003", "step_000000000004"]
+    (tmp_path / "latest").unlink()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000004"
+
+
+def test_a_snapshot_that_goes_while_the_newest_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer removes it between two looks of a reader."""
+    for step in (1, 2):
+        publish(tmp_path, step, None, step)
+    (tmp_path / "latest").unlink()
+    listed = list(tmp_path.iterdir())
+    remove_folder(tmp_path / "step_000000000001")
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(listed))
+    assert names(tmp_path) == ["step_000000000002"]
+
+
+@pytest.mark.parametrize("letter", ["x", "表", "%"])
+def test_long_names_are_names_of_folders(tmp_path: Path, letter: str) -> None:
+    long = [letter * n for n in (60, 254, 255, 256, 1000)]
+    folders = {folder_name(name) for name in long}
+    assert len(folders) == len(long)
+    for name in folders:
+        (tmp_path / name).mkdir()
