@@ -265,3 +265,26 @@ def close_on_a_full_disk(path: Path) -> list[bool]:
 
 def test_a_snapshot_that_fails_at_the_end_leaves_no_handler_and_no_lock(pools: RankPools, tmp_path: Path) -> None:
     assert pools[1].run(close_on_a_full_disk, tmp_path) == [[True, True]]
+
+
+def leave_by_an_error(path: Path) -> list[str]:
+    """An error of the loop while rows are written: what is left in the folder a moment later."""
+    slow = Slow()
+    dmp, pipeline = build(SCENARIO)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        with (
+            pytest.raises(KeyError, match="of the loop"),
+            checkpoint.Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=1, in_background=True) as writer,
+        ):
+            pipeline.progress(iter(mine(SCENARIO, all_batches(SCENARIO))))
+            writer.after_batch()
+            raise KeyError("of the loop")
+        deadline = time.monotonic() + 30
+        while list(path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    return [file.name for file in path.iterdir()]
+
+
+def test_an_error_of_the_loop_gives_up_what_is_being_written(pools: RankPools, tmp_path: Path) -> None:
+    assert pools[1].run(leave_by_an_error, tmp_path) == [[]]

@@ -209,6 +209,28 @@ def test_a_changed_model_is_refused_with_both_values(pools: RankPools, tmp_path:
     assert "optimizer: the snapshot has the parts" in messages["parts"]
 
 
+def load_beside_another_dense_optimizer(scenario: Scenario, path: Path) -> str:
+    dmp, pipeline = build(scenario)
+    batches = iter(mine(scenario, all_batches(scenario)))
+    pipeline.progress(batches)
+    dense = list(dmp.module.dense.parameters())
+    checkpoint.save(path, dmp, torch.optim.Adagrad(dense, lr=0.1), pipeline=pipeline)
+    pipeline.progress(batches)
+    pipeline.withdraw()
+    before = records_of(dmp)
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.load(path, dmp, torch.optim.Adam(dense), pipeline=pipeline)
+    if records_of(dmp) != before:
+        raise AssertionError("rows changed although the optimizer was refused")
+    checkpoint.load(path, dmp, torch.optim.Adagrad(dense, lr=0.1), pipeline=pipeline)
+    return str(caught.value)
+
+
+def test_another_dense_optimizer_is_refused_before_anything_changes(pool_1: Any, tmp_path: Path) -> None:
+    message = pool_1.run(load_beside_another_dense_optimizer, SCENARIO, tmp_path)[0]
+    assert "another class than that of the snapshot" in message and "lr_decay" in message and "betas" in message
+
+
 def all_ones(rows: Tensor) -> Tensor:
     return rows.fill_(1)
 

@@ -262,6 +262,7 @@ def test_unusual_values_that_are_accepted() -> None:
         (make(), r"tables: got HashEmbeddingBagConfig\. Pass a list"),
         (["user"], r"tables: 'user' has type str"),
         ([make(), make(name="b"), make()], r"table name 'user' is used 2 times"),
+        ([make(), make(name="user[0:8]")], r"table 'user\[0:8\]' has the name of columns of table 'user'"),
         (
             [
                 make(name="t", feature_names=["f"]),
