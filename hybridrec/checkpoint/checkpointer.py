@@ -21,7 +21,7 @@ from hybridrec.checkpoint.loading import Loaded, load
 from hybridrec.checkpoint.saving import Saving, save
 from hybridrec.checkpoint.snapshot import latest
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
-from hybridrec.distributed.model_parts import hashed_collections
+from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
 
@@ -90,6 +90,8 @@ class Checkpointer:
         self._ranks = Ranks(self._group or host_group)
         self._in_background = in_background
         self._saving: Saving | None = None
+        self._saved: Any = None
+        """`_state` of the last snapshot that was begun."""
         self._deltas: DeltaWriter | None = None
         if delta_every is not None:
             self._deltas = DeltaWriter(
@@ -194,14 +196,27 @@ class Checkpointer:
     def save(self, extra: Any = None) -> None:
         """Save now, at the end of the data for instance, after what is still being written in the background.
 
-        A snapshot, with deltas too. It is visible when `close` has returned, or the ``with`` was left. Errors as of
-        `save`.
+        A snapshot, with deltas too. It is visible when `close` has returned, or the ``with`` was left. If the last one
+        of this `Checkpointer` is as new (the same batches, rows, parameters, learning rates), and ``extra`` is None,
+        that one stays the newest, and nothing is written. Errors as of `save`.
 
         Args:
             extra: See `save`.
         """
         self._finish()
-        self._save_full(extra)
+        with watched(self._host_group, "save"):
+            is_new = any(self._ranks.gather(extra is not None or self._saved != self._state()))
+        if is_new:
+            self._save_full(extra)
+
+    def _state(self) -> Any:
+        """What changes when this rank's part of a snapshot would be another, without reading it."""
+        return (
+            self._pipeline.batches_committed,
+            [m.lookup.num_imports for m in hashed_collections(self._model).values()],
+            [tensor._version for _, tensor in dense_tensors(self._model)],
+            [float(group.get("lr", 0)) for group in getattr(self._optimizer, "param_groups", ())],
+        )
 
     def _is_due(self, every: int | None, before: int) -> bool:
         return every is not None and before // every < self._seen // every
@@ -220,14 +235,19 @@ class Checkpointer:
             self._saving.start()
         else:
             save(*what, pipeline=self._pipeline, extra=extra, keep=self._keep)
+        self._saved = self._state()
 
     def _save_delta(self, extra: Any) -> None:
         if self._deltas is None:
             return
+        if not self._deltas.has_begun:
+            self._save_full(extra)
+            return
         try:
             (self._deltas.start_delta if self._is_in_background else self._deltas.save_delta)(extra)
         except ChainEndedError as e:
-            logger.warning("a snapshot is written in place of a delta: %s", e)
+            if self._ranks.rank == 0:
+                logger.warning("a snapshot is written in place of a delta: %s", e)
             self._save_full(extra)
 
     @property
@@ -242,10 +262,12 @@ class Checkpointer:
 
     def _finish(self) -> None:
         saving, self._saving = self._saving, None
+        saved, self._saved = self._saved, None  # unless it fails
         if saving is not None:
             saving.finish()
         if self._deltas is not None:
             self._deltas.finish()
+        self._saved = saved
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._was_asked = True

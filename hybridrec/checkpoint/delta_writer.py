@@ -93,7 +93,7 @@ class DeltaWriter:
         self._collections = hashed_collections(model)
         self._host_group = next(iter(self._collections.values())).host_group
         self._end: _End | None = None
-        self._why_ended = "there is no snapshot that it could follow"
+        self._has_begun, self._why_ended = False, "there is no snapshot that it could follow"
         self._written: _Written | None = None
         # Left since what is visible last, and not in the shards' logs any more: (collection, table) -> ids
         self._carried: dict[tuple[str, str], Tensor] = {}
@@ -136,6 +136,11 @@ class DeltaWriter:
         self._begin_delta(extra, goes_on=True).start()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there was a chain, even if it ended."""
+        return self._has_begun
+
+    @property
     def is_writing(self) -> bool:
         """Whether something was started and not finished."""
         return self._written is not None
@@ -158,7 +163,7 @@ class DeltaWriter:
             raise
         snapshot = self._end.snapshot if written.number and self._end is not None else folder
         self._end = _End(snapshot=snapshot, number=written.number, digest=written.saving.digest, marks=written.marks)
-        self._carried = {}
+        self._carried, self._has_begun = {}, True
         return folder
 
     def give_up(self) -> None:
@@ -178,6 +183,7 @@ class DeltaWriter:
         if not is_there:
             return None
         loaded, point = load_point(self._root, self._model, self._optimizer, pipeline=self._pipeline)
+        self._has_begun = True
         with watched(self._host_group, "load"):
             self._go_on(point, Ranks(self._host_group))
         return loaded

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrec.backend import HOST
+from hybridrec.checkpoint.arguments import Ids, as_tensor
 from hybridrec.checkpoint.followed_rows import FollowedRows
 from hybridrec.checkpoint.manifest import TableEntry
 from hybridrec.checkpoint.saved_initializers import Banks, initializer_of
@@ -68,13 +69,13 @@ class FollowedTables:
         return self.versions[key].chunk(slice(None), layout_of(self.entries[key]))
 
     def embeddings(
-        self, table: str, ids_N: Tensor, *, collection: str | None = None, unknown: Unknown = "initial"
+        self, table: str, ids_N: Ids, *, collection: str | None = None, unknown: Unknown = "initial"
     ) -> tuple[Tensor, Tensor]:
         """([N, D] of the table's type, bool [N]): the embeddings of ids, and which of them have a row.
 
         Args:
             table: See `rows`; of one that was sharded column-wise its own name gives all columns.
-            ids_N: int64 [N], any values, host memory.
+            ids_N: int64 [N], any values, in host memory: a tensor, a numpy array or a list.
             collection: See `rows`.
             unknown: What an id without a row reads. ``"initial"``: the initial row that the model reads for it in eval,
                 bit for bit. ``"zeros"``: zeros.
@@ -82,6 +83,7 @@ class FollowedTables:
         Raises:
             ConfigError: There is no such table, or there are two; or another argument is not as it should be.
         """
+        ids_N = as_tensor(ids_N, "embeddings: ids")
         if ids_N.dtype != torch.int64 or ids_N.dim() != 1 or ids_N.device != HOST:
             raise ConfigError(
                 f"embeddings: ids are {ids_N.dtype} {list(ids_N.shape)} on {ids_N.device}. Accepted: int64 [N] in host "

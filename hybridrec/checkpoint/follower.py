@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hybridrec.checkpoint.arguments import Ids
 from hybridrec.checkpoint.delta_chain import newest_delta, read_delta
 from hybridrec.checkpoint.files import read_rows, read_values
 from hybridrec.checkpoint.followed_rows import FollowedRows, RowStorage
@@ -36,6 +37,13 @@ class Follower:
         self._storages: dict[Key, RowStorage] = {}
         self._now: FollowedTables | None = None
         self.update()
+
+    def __repr__(self) -> str:
+        now = self.now
+        tables = ", ".join(f"{name!r}: {len(rows.ids)} rows" for (_, name), rows in now.versions.items())
+        return (
+            f"Follower({str(self._path)!r}, step {now.step}, {now.number} deltas after {now.snapshot.name}, {tables})"
+        )
 
     @property
     def now(self) -> FollowedTables:
@@ -74,7 +82,7 @@ class Follower:
         return self.now.rows(table, collection=collection)
 
     def embeddings(
-        self, table: str, ids_N: Tensor, *, collection: str | None = None, unknown: Unknown = "initial"
+        self, table: str, ids_N: Ids, *, collection: str | None = None, unknown: Unknown = "initial"
     ) -> tuple[Tensor, Tensor]:
         """See `FollowedTables.embeddings`."""
         return self.now.embeddings(table, ids_N, collection=collection, unknown=unknown)

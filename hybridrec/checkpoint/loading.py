@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.finite import NonFiniteRows
 from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, TableEntry
 from hybridrec.checkpoint.points import Layer, Point, read_point, rows_at
-from hybridrec.checkpoint.saving import MAX_THREADS, table_entry
+from hybridrec.checkpoint.saving import MAX_THREADS, log_done, table_entry
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
 from hybridrec.distributed.column_parts import columns_of, covering, recut
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
@@ -107,7 +108,7 @@ class _Reader:
         self._non_finite = NonFiniteRows()
 
     def read(self, path: str | Path, model: nn.Module, optimizer: Any, pipeline: Any) -> tuple[Loaded, Point]:
-        ranks = self._ranks
+        ranks, began = self._ranks, time.monotonic()
         with ranks.together():
             point = read_point(path)
             folder, manifest = point.last.folder, point.last.manifest
@@ -146,6 +147,8 @@ class _Reader:
         if is_same:
             contents.set_random_state(owned[ranks.rank]["random"], self._device())
         self._non_finite.report(folder)
+        if ranks.rank == 0:
+            log_done("loaded", folder, [layer.manifest for layer in point.layers], began)
         extras = tuple(own["extra"] for own in owned)
         loaded = Loaded(
             path=folder,

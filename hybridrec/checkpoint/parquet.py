@@ -160,5 +160,5 @@ def _pyarrow() -> tuple[Any, Any]:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as e:
         raise ConfigError(
-            f"Parquet files need pyarrow, which cannot be imported ({e}). Install it: pip install 'hybridrec[parquet]'."
+            f"Parquet files need pyarrow, which cannot be imported ({e}). Install it: pip install pyarrow."
         ) from e

@@ -218,7 +218,7 @@ def _of_collection(source: nn.Module, names: Sequence[str]) -> _Origin:
     if not isinstance(source, ShardedHashCollection | HashCollection):
         raise ConfigError(
             f"source has type {type(source).__name__}. Pass a hashed collection, sharded or not, such as "
-            "model.embedding_bag_collection, or the path of a snapshot."
+            "model.module.collection, or the path of a snapshot."
         )
     tables = {
         c.name: _Table(name=c.name, dim=c.embedding_dim, row_type=c.row_type, seed=c.seed, initializer=c.initializer)

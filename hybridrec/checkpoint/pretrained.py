@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hybridrec.backend import HOST
+from hybridrec.checkpoint.arguments import Ids, as_tensor
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.model_parts import hashed_collections
@@ -21,7 +24,7 @@ from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 
 
-def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor) -> None:
+def import_rows(model: nn.Module, table: str, ids_N: Ids, weights_ND: Tensor | NDArray[np.float32]) -> None:
     """Insert rows by id, or replace those that live; their optimizer state begins anew.
 
     For a table larger than memory call it for one chunk after the other. The rows count as used after all that are
@@ -31,17 +34,19 @@ def import_rows(model: nn.Module, table: str, ids_N: Tensor, weights_ND: Tensor)
     Args:
         model: What `DistributedModelParallel` returned.
         table: Its name; one collection alone may have it.
-        ids_N: int64 [N], any values; of an id that comes twice the last row counts.
-        weights_ND: float32 [N, D], which are rounded to the table's type.
+        ids_N: int64 [N], any values, in host memory: a tensor, a numpy array or a list; of an id that comes twice the
+            last row counts.
+        weights_ND: float32 [N, D], a tensor or a numpy array; they are rounded to the table's type.
 
     Raises:
-        ConfigError: There is no such table, or the tensors are not as they should be. Nothing changed.
+        ConfigError: There is no such table, or ids or weights are not as they should be. Nothing changed.
         StateError: A batch is in flight, or the host budget has no room; a rank that had room keeps its rows.
     """
     module = collection_with(model, table, call="import_rows")
     module.take_back_prepared()
     ranks = Ranks(module.host_group)
     with ranks.together():
+        ids_N, weights_ND = as_tensor(ids_N, "import_rows: ids"), as_tensor(weights_ND, "import_rows: weights")
         check_rows(module, table, ids_N, weights_ND)
         module.lookup.require_idle()
     with ranks.together():

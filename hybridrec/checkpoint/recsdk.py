@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from hybridrec.checkpoint.arguments import check_names
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.pretrained import collection_with, parts_of, put
 from hybridrec.checkpoint.recsdk_files import MERGED, RANKS, RecsdkSave, read_recsdk
@@ -147,6 +148,7 @@ def _check_tails(save: RecsdkSave, *, cut_tails: bool) -> None:
 
 def _wanted(saves: Sequence[RecsdkSave], tables: Collection[str] | None) -> list[str]:
     """Names of the tables to take, in the order of the full save."""
+    check_names(tables, "import_recsdk")
     saved = [table.name for table in saves[0].tables]
     asked = [("tables=", name) for name in tables or ()]
     for where, name in [*asked, *((str(save.path), t.name) for save in saves[1:] for t in save.tables)]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -12,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hybridrec.checkpoint.arguments import check_names
+from hybridrec.checkpoint.delta_chain import newest_delta
 from hybridrec.checkpoint.files import read_rows, sync_folder, verify
 from hybridrec.checkpoint.manifest import CollectionEntry, Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.snapshot import resolve
@@ -19,6 +23,8 @@ from hybridrec.errors import ConfigError, StateError
 from hybridrec.row_type import RowType
 from hybridrec.store.row_state_layout import RowStateLayout
 from hybridrec.types import RowState
+
+logger = logging.getLogger("hybridrec")
 
 EXPORT_CHUNK_BYTES = 8 * 2**20
 """Embeddings that are read and written at a time."""
@@ -79,8 +85,10 @@ def saved_tables(manifest: Manifest, names: Collection[str] | None = None) -> li
     """The tables of all collections, or those of some names.
 
     Raises:
-        ConfigError: Two collections have a table of one name, or there is none of a name that was asked for.
+        ConfigError: ``names`` is one string, two collections have a table of one name, or there is none of a name that
+            was asked for.
     """
+    check_names(names, "export")
     found = [table for c in manifest.collections for table in _joined(c)]
     have = [table.name for table in found]
     if missing := sorted(set(names or ()) - set(have)):
@@ -111,7 +119,8 @@ def export_tables(
         progress: Is told the rows of each chunk.
     """
     folder, out = resolve(path), Path(out)
-    found = saved_tables(read_manifest(folder), tables)
+    manifest = read_manifest(folder)
+    found = saved_tables(manifest, tables)
     targets = [out / f"{table.name.replace(os.sep, '_')}.{suffix}" for table in found]
     taken = [target for target in targets if target.exists() or targets.count(target) > 1]
     if taken:
@@ -120,6 +129,7 @@ def export_tables(
     for table in found:
         for file in (file for part in table.parts for file in part.files):
             verify(folder, file)
+    _tell_deltas(folder, manifest)
     out.mkdir(parents=True, exist_ok=True)
     for table, target in zip(found, targets, strict=True):
         beside = target.with_name(f".{target.name}.unfinished")
@@ -134,6 +144,20 @@ def export_tables(
             beside.unlink(missing_ok=True)
     sync_folder(out)
     return targets
+
+
+def _tell_deltas(folder: Path, manifest: Manifest) -> None:
+    """Warn that an export is behind the run."""
+    num_deltas = 0
+    with contextlib.suppress(StateError):  # damaged ones are not read here
+        num_deltas, _ = newest_delta(folder)
+    if num_deltas:
+        logger.warning(
+            "export: %s is as of step %d; its deltas, %d, are newer and left out. Save a snapshot, or use follow().",
+            folder,
+            manifest.step,
+            num_deltas,
+        )
 
 
 def _joined(collection: CollectionEntry) -> Iterator[SavedTable]:

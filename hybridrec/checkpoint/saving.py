@@ -6,9 +6,12 @@ import dataclasses
 import hashlib
 import io
 import itertools
+import logging
 import os
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +37,8 @@ from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import ConfigError
 from hybridrec.store.initializer import Bank
 from hybridrec.store.row_export import ShardRows, rows_of_chunk
+
+logger = logging.getLogger("hybridrec")
 
 MAX_THREADS = 4
 """That read or write files of a snapshot at a time, on a rank: as many as torch has, but no more."""
@@ -142,7 +147,7 @@ class Saving:
         self._sharded: ShardedWriter | None = None
         self._sharded_parts: tuple[list[FileEntry], list[Any]] = ([], [])
         self._removed: list[RemovedEntry] = []
-        self._digest = ""
+        self._digest, self._began = "", time.monotonic()
         with watched(self._host_group, "save"):
             for module in self._collections.values():
                 module.take_back_prepared()
@@ -254,6 +259,7 @@ class Saving:
                 sync_folder(self._folder)
                 self._show(manifest)
                 self._digest = manifest.digest
+                log_done("saved", self._published(), [manifest], self._began)
         self._digest = ranks.from_first(self._digest)
 
     # ---- what a delta does otherwise ---------------------------------------------------------------------------------
@@ -349,6 +355,14 @@ class Saving:
         dense = write_file(self._folder, "dense.pt", encoded(self._dense), 0)
         self._dense = None  # the rows take longer
         return dense, own
+
+
+def log_done(what: str, folder: Path, manifests: Sequence[Manifest | DeltaManifest], began: float) -> None:
+    """Tell what was saved or loaded; ``began`` is a time of `time.monotonic`."""
+    rows = sum(table.rows for m in manifests for c in m.collections for table in c.tables)
+    total = sum(file.bytes for m in manifests for file in m.files())
+    seconds = time.monotonic() - began
+    logger.info("%s %s: step %d, %d rows, %d bytes, %.1f s", what, folder, manifests[-1].step, rows, total, seconds)
 
 
 def files_of(

@@ -71,7 +71,8 @@ def resolve(path: str | Path) -> Path:
         return root
     found = latest(root)
     if found is None:
-        raise StateError(f"{root} has no complete snapshot. Pass the folder that was given to save(), or a snapshot.")
+        what = "has no complete snapshot" if root.is_dir() else "is a file" if root.exists() else "does not exist"
+        raise StateError(f"{root} {what}. Pass the folder that was given to save(), or a snapshot.")
     return found
 
 

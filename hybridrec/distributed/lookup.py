@@ -97,6 +97,8 @@ class PooledLookup(nn.Module):
             widths = [table.layout.record_floats for table in self._tables]
             swapper = StagedSwapper(self._group, self._slot_arrays, widths, backend, device)
         self.log = TransactionLog(self._group, swapper)
+        self.num_imports = 0
+        """How often rows came or went that no batch trained."""
         for t in range(len(self._tables)):
             self._publish_slots(t)
         where = f"rank {rank} of {world_size}"
@@ -337,6 +339,7 @@ class PooledLookup(nn.Module):
             StateError: A batch is in flight. Nothing changed.
         """
         self.require_idle()
+        self.num_imports += 1
         for t in range(len(self._tables)):
             self._group.clear_rows(t)
         self._group.set_ordinal(ordinal)
@@ -355,6 +358,7 @@ class PooledLookup(nn.Module):
     def import_rows(self, table: str, rows: RowChunk) -> None:
         """Insert rows of this rank's shard with their state and score; they go to the host's store."""
         t = self.table_names.index(table)
+        self.num_imports += 1
         self._group.import_rows(t, rows.ids_N, rows.scores_N, rows.records(self._tables[t].layout))
 
     def forward(self, batch: MappedBatch) -> Tensor:

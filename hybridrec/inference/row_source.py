@@ -27,7 +27,7 @@ def row_source_of(module: nn.Module) -> RowSource:
         return module
     raise ConfigError(
         f"freeze: module has type {type(module).__name__}. Pass a hashed collection, sharded or not, such as "
-        "model.embedding_bag_collection."
+        "model.module.collection."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from hybridrec import StateError, checkpoint
 from hybridrec.checkpoint import files, points
+from hybridrec.checkpoint.manifest import read_manifest
 from hybridrec.distributed.model_parts import dense_tensors
 from hybridrec.native import ShardGroup
 from tests.checkpoint.runs import build, records_of
@@ -131,6 +133,86 @@ def test_what_is_saved_at_the_end_is_the_newest(
 ) -> None:
     pools[world_size].run(save_at_the_end, SCENARIO, tmp_path, delta_every=delta_every)
     assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000009"
+
+
+def save_what_was_due(scenario: Scenario, path: Path, *, in_background: bool, delta_every: int | None) -> list[str]:
+    """What is there after each of several calls of `save`."""
+    dmp, pipeline = build(scenario)
+    batches, found, logged = iter(mine(scenario, all_batches(scenario))[:8]), [], Logged()
+    optimizer = pipeline._optimizer
+
+    def lower_rate() -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+    changes = (
+        lambda: checkpoint.import_rows(dmp, "user", [5], torch.ones(1, 8)),
+        lambda: dict(dense_tensors(dmp)).popitem()[1].detach().zero_(),
+        lower_rate,
+    )
+    with (
+        logged,
+        checkpoint.Checkpointer(
+            path, dmp, optimizer, pipeline, every=8, delta_every=delta_every, keep=9, in_background=in_background
+        ) as checkpointer,
+    ):
+        with contextlib.suppress(StopIteration):
+            while True:
+                pipeline.progress(batches)
+                checkpointer.after_batch()
+        for change in (lambda: None, *changes):
+            change()
+            checkpointer.save()
+            checkpointer.save()
+            checkpointer._finish()
+            dist.barrier()
+            found.append(checkpoint.latest(path).name)
+        checkpointer.save(extra=1)
+        checkpointer._finish()
+        checkpoint.load(path, dmp, optimizer, pipeline=pipeline)
+    return [*found, *logged.lines]
+
+
+class Logged(logging.Handler):
+    """What snapshots say of themselves inside."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += [record.getMessage()] if record.getMessage().startswith(("saved", "loaded")) else []
+
+    def __enter__(self) -> Logged:
+        logger = logging.getLogger("hybridrec")
+        self.before = logger.level
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        logger = logging.getLogger("hybridrec")
+        logger.removeHandler(self)
+        logger.setLevel(self.before)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "in_background", "delta_every"), [(1, True, None), (2, False, None), (2, True, 3)]
+)
+def test_what_was_saved_already_is_not_saved_again_and_is_logged(
+    pools: RankPools, tmp_path: Path, world_size: int, in_background: bool, delta_every: int | None
+) -> None:
+    found = pools[world_size].run(
+        save_what_was_due, SCENARIO, tmp_path, in_background=in_background, delta_every=delta_every
+    )
+    names = [f"step_000000000008{again}" for again in ("", "_2", "_3", "_4")]
+    assert all(one[:4] == names for one in found)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_000000000008_5"
+    manifest = read_manifest(tmp_path / names[1])
+    rows = sum(table.rows for c in manifest.collections for table in c.tables)
+    size = sum(file.bytes for file in manifest.files())
+    assert any(f"{names[1]}: step 8, {rows} rows, {size} bytes, " in line for line in found[0][4:])
+    assert found[0][-1].startswith(f"loaded {tmp_path}/step_000000000008_5: step 8, ")
+    assert all(one[4:] == [] for one in found[1:])  # rank 0 tells
 
 
 def read_what_is_there_now(scenario: Scenario, path: Path) -> None:

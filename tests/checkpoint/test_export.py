@@ -176,11 +176,13 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "100%" in (error := capsys.readouterr().err) and "20.0/20.0" in error
     assert main([*arguments, "word"]) == 2
     assert "ConfigError: there is no table 'word' in the snapshot" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"tables='user' is one string. Pass a list of names: tables=\['user'\]"):
+        checkpoint.export_safetensors(tmp_path / "s", tmp_path / "out", tables="user")
 
 
 def test_parquet_without_pyarrow(tmp_path: Path) -> None:
     with mock.patch.object(parquet.importlib, "import_module", side_effect=ImportError("no pyarrow")):
-        with pytest.raises(ConfigError, match=r"cannot be imported \(no pyarrow\). Install it: pip install 'hybridrec"):
+        with pytest.raises(ConfigError, match=r"cannot be imported \(no pyarrow\). Install it: pip install pyarrow."):
             checkpoint.export_parquet(tmp_path, tmp_path / "out")
 
 

@@ -146,10 +146,17 @@ def test_initial_rows_of_every_kind(pools: RankPools, tmp_path: Path) -> None:
     for arguments, message in (
         ({"unknown": "nothing"}, "unknown='nothing'"),
         ({"ids_N": torch.tensor([1], dtype=torch.int32)}, r"ids are torch.int32 \[1\]"),
+        ({"ids_N": "1"}, "ids are a str that holds no array .* Pass a tensor, a numpy array or a list"),
         ({"table": "banks"}, "no table 'banks' is in"),
     ):
         with pytest.raises(ConfigError, match=message):
             follower.embeddings(**({"table": "bank", "ids_N": torch.tensor([1])} | arguments))
+    ids = np.array([1, 9])
+    ids.flags.writeable = False
+    expected, _ = follower.embeddings("bank", torch.tensor([1, 9]))
+    for kind in ([1, 9], (1, 9), ids, np.array([1, 0, 9, 0])[::2]):
+        assert torch.equal(follower.embeddings("bank", kind)[0], expected)
+    assert follower.embeddings("bank", [])[0].shape == (0, 5)
 
 
 # ---- versions --------------------------------------------------------------------------------------------------------

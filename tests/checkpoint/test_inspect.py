@@ -62,7 +62,9 @@ def test_it_tells_what_is_there(pool_1: Any, tmp_path: Path, capsys: pytest.Capt
     assert str(damaged) in capsys.readouterr().err
 
 
-def test_it_tells_of_deltas(pool_1: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_of_deltas(
+    pool_1: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     pool_1.run(write_chain, EVICTING, tmp_path, first=32, every=4, max_rows=160)
     (snapshot,) = tmp_path.glob("step_*")
     points = [snapshot, *(snapshot / "deltas" / f"{number:08d}" for number in range(1, 5))]
@@ -77,6 +79,12 @@ def test_it_tells_of_deltas(pool_1: Any, tmp_path: Path, capsys: pytest.CaptureF
         step = 32 + 4 * number
         assert f"delta {number}: step {step}, 1 ranks, {rows} rows changed, {removed} ids removed, " in text
     assert f"{num_files} files are what was written" in text
+
+    checkpoint.export_safetensors(tmp_path, tmp_path / "out", tables=["item"])
+    assert f"{snapshot} is as of step 32; its deltas, 4, are newer and left out" in caplog.text
+    follower = checkpoint.follow(tmp_path)
+    assert f"step 48, 4 deltas after {snapshot.name}, " in repr(follower)
+    assert f"'item': {len(follower.rows('item').ids_N)} rows" in repr(follower)
 
     # A row that a delta changed, and one that left with another
     chunks = [rows_of(point) for point in points]
@@ -104,6 +112,9 @@ def test_it_tells_of_deltas(pool_1: Any, tmp_path: Path, capsys: pytest.CaptureF
         assert "delta 3 of" in capsys.readouterr().err
     with pytest.raises(StateError, match="00000002 is a delta. Pass its snapshot"):
         checkpoint.follow(points[2])
+    for path, what in ((tmp_path / "x", "does not exist"), (points[2].parent / "newest", "is a file")):
+        with pytest.raises(StateError, match=f"{path} {what}. Pass the folder"):
+            checkpoint.follow(path)
 
 
 def rows_of(path: Path) -> dict[int, tuple[int, list[float]]]:

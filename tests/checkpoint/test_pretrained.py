@@ -33,7 +33,8 @@ def import_into(scenario: Scenario, steps: int) -> Records:
     for table in scenario.tables:
         for part in torch.arange(len(IDS)).split(20):
             ids = torch.tensor(IDS)[part]
-            checkpoint.import_rows(dmp, table.name, ids, rows_of(table.dim)[part])
+            rows = rows_of(table.dim)[part]
+            checkpoint.import_rows(dmp, table.name, *((ids, rows) if steps else (ids.tolist(), rows.numpy())))
     records, ordinal = records_of(dmp), dmp.module.ebc.lookup.log.group.ordinal
     assert ordinal == steps + 2 * len(scenario.tables) * (1 + PROTECTED_BATCHES)
     for _ in range(2):
