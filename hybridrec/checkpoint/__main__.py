@@ -31,7 +31,7 @@ _EXPORTS = {"safetensors": export_safetensors, "parquet": export_parquet}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: fine, and for ``diff``: equal; 1: they differ; 2: damaged, or wrong arguments."""
+    """0: fine, and for ``diff``: equal; 1: they differ; 2: damaged, wrong arguments, or no file could be made."""
     parser = argparse.ArgumentParser(prog="python -m hybridrec.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="tables, rows, optimizer, step, sizes of a snapshot")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(read_recsdk(options.path))
             return 0
         return _diff(options.a, options.b)
-    except HybridRecError as e:
+    except (HybridRecError, OSError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import threading
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -76,10 +77,16 @@ class Checkpointer:
             max_removed: See `DeltaWriter`.
 
         Raises:
-            ConfigError: ``every`` or ``delta_every`` is not positive, or ``delta_every`` not below ``every``.
+            ConfigError: ``every`` or ``delta_every`` is not positive, or ``delta_every`` not below ``every``; or
+                SIGTERM is to be taken over on another thread than the main one. Nothing was locked.
             StateError: Another job writes its snapshots to ``path``.
         """
         _check_batches(every=every, delta_every=delta_every)
+        if stops_on_sigterm and threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                f"Checkpointer on thread {threading.current_thread().name!r}: only the main thread can take over "
+                "SIGTERM. Make it there, or pass stops_on_sigterm=False."
+            )
         self._path, self._model, self._optimizer, self._pipeline = Path(path), model, optimizer, pipeline
         self._every, self._delta_every, self._keep = every, delta_every, keep
         self._seen = pipeline.batches_committed

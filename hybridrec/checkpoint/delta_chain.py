@@ -13,6 +13,7 @@ from hybridrec.checkpoint.manifest import (
     MANIFEST,
     CollectionEntry,
     FileEntry,
+    check_writers,
     collection_of,
     decoded,
     digest_of,
@@ -61,6 +62,10 @@ class DeltaManifest:
     """As of a snapshot: what each rank has for itself."""
     sharded: tuple[FileEntry, ...] = ()
     """As of a snapshot: tensors that torch itself shards."""
+
+    def __post_init__(self) -> None:
+        """`ValueError` for a file of a rank that there was not."""
+        check_writers(self.files(), self.world_size)
 
     def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""
@@ -134,7 +139,7 @@ def newest_delta(snapshot: Path) -> tuple[int, str]:
     """(number, digest) of the last delta of a chain; (0, "") without deltas.
 
     Raises:
-        StateError: The file that names it is damaged.
+        StateError: The file that names it is damaged, or missing although there is more than delta 1.
     """
     path = snapshot / DELTAS / _NEWEST
     try:
@@ -144,7 +149,15 @@ def newest_delta(snapshot: Path) -> tuple[int, str]:
             raise ValueError(f"there is no delta {number}")
         return number, digest
     except FileNotFoundError:
-        return 0, ""
+        # A writer that dies may leave delta 1 without it, and no later one: see `publish_delta`.
+        later = sorted(f.name for f in path.parent.glob("*") if f.name.isdecimal() and int(f.name) > 1)
+        if not later:
+            return 0, ""
+        if path.exists():  # written since
+            return newest_delta(snapshot)
+        raise StateError(
+            f"{path} is missing, but delta {later[-1]} is there. Load the snapshot, or an older one."
+        ) from None
     except (OSError, ValueError) as e:
         raise StateError(f"{path} is damaged: it names no delta. Load the snapshot, or an older one.") from e
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -117,6 +117,10 @@ class Manifest:
     sharded: tuple[FileEntry, ...] = ()
     """Tensors that torch itself shards, in the format of `torch.distributed.checkpoint`."""
 
+    def __post_init__(self) -> None:
+        """`ValueError` for a file of a rank that there was not."""
+        check_writers(self.files(), self.world_size)
+
     def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""
         shards = [file for c in self.collections for table in c.tables for file in table.files]
@@ -132,6 +136,13 @@ class Manifest:
     def digest(self) -> str:
         """SHA-256 of what the manifest says, and so of the snapshot."""
         return digest_of({"format": FORMAT, **dataclasses.asdict(self)})
+
+
+def check_writers(files: Iterable[FileEntry], world_size: int) -> None:
+    """`ValueError` for a file of a rank that there was not: ranks share by it which files they verify."""
+    for file in files:
+        if file.rank not in range(world_size):
+            raise ValueError(f"{file.name!r} is of rank {file.rank!r} of {world_size}")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -160,7 +171,7 @@ def read_json(path: Path, known_format: int) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
         digest = content.pop("sha256")
-        found_format = content["format"]
+        found_format, found_digest = content["format"], digest_of(content)
     except FileNotFoundError as e:
         raise StateError(f"{path.parent} is no complete snapshot: it has no {path.name}.") from e
     except OSError as e:
@@ -172,7 +183,7 @@ def read_json(path: Path, known_format: int) -> dict[str, Any]:
             f"{path} has format {found_format}, this version of hybridrec reads format {known_format}. Load it with "
             f"the version that wrote it: {content.get('versions', {}).get('hybridrec', 'unknown')}."
         )
-    if digest != digest_of(content):
+    if digest != found_digest:
         raise StateError(f"{path} is damaged: its contents are not what was written. Load an older snapshot.")
     del content["format"]
     return content

@@ -38,6 +38,8 @@ _DYNAMIC = re.compile(
     r"(?P<table>.+)_emb_(?P<what>keys|values|scores|opt_values)\.rank_(?P<r>\d+)\.world_size_(?P<w>\d+)"
 )
 _META_LINE = re.compile(r"incremental\s*=\s*(true|false)", re.IGNORECASE)
+_MOST_META = 1000
+"""Characters of a line, with what is blank around it."""
 _MOST_RANKS = 8
 """W of RecSDK is never more."""
 
@@ -213,9 +215,10 @@ def _read_slices(root: Path, folders: list[Path]) -> RecsdkSave:
 
 
 def _is_incremental(meta: Path) -> bool:
-    text = meta.read_text(errors="replace")
+    with open(meta, errors="replace") as file:
+        text = file.read(_MOST_META + 1)
     match = _META_LINE.fullmatch(text.strip())
-    if match is None:
+    if match is None or len(text) > _MOST_META:
         raise ConfigError(f"{meta} says {text[:80]!r}. Known: incremental=True or incremental=False.")
     return match[1].lower() == "true"
 
@@ -259,12 +262,10 @@ def _rows(folder: Path) -> SavedRows:
 def _attribute(folder: Path, num_axes: int) -> tuple[int, ...]:
     """The shape that a ``slice.attribute`` tells."""
     path = folder / _ATTRIBUTE
-    if not path.is_file():
-        raise StateError(f"{path} is missing. Bring all files of the save.")
-    data = path.read_bytes()
-    if len(data) != 8 * (num_axes + 1):
-        raise StateError(f"{path} is damaged: it has {len(data)} bytes, not {8 * (num_axes + 1)}. Use an older save.")
-    item_bytes, *shape = np.frombuffer(data, "<i8").tolist()
+    size, wanted_size = _size(path), 8 * (num_axes + 1)
+    if size != wanted_size:
+        raise StateError(f"{path} is damaged: it has {size} bytes, not {wanted_size}. Use an older save.")
+    item_bytes, *shape = np.fromfile(path, "<i8", num_axes + 1).tolist()
     wanted, kind = (8, "int64") if num_axes == 1 else (4, "float32")
     if item_bytes != wanted:
         raise ConfigError(f"{path} tells elements of {item_bytes} bytes. Known: {kind}, {wanted} bytes.")

@@ -6,6 +6,7 @@ wrong is told as of any other file. See docs/design/checkpoint.md.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -174,11 +175,19 @@ class ShardedReader(FileSystemReader):
     def _checked(self, metadata: Any) -> Metadata:
         if not isinstance(metadata, Metadata):
             raise ValueError("it holds no metadata")
+        num_bytes = 0
         for name, tensor in metadata.state_dict_metadata.items():
             if not isinstance(tensor, TensorStorageMetadata):
                 raise ValueError(f"{name!r} is no tensor")
-            if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            if min(tensor.size, default=0) < 0:
+                raise ValueError(f"{name!r} has the shape {list(tensor.size)}")
+            # Not numel(), which is modulo 2**64.
+            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
                 raise ValueError(f"the parts of {name!r} are not the whole tensor")
+            num_bytes += math.prod(tensor.size) * tensor.properties.dtype.itemsize
+        room = sum((self._file.parent / name).stat().st_size for name in self._names)
+        if num_bytes > room:  # memory is taken for so many
+            raise ValueError(f"its tensors have {num_bytes:,} bytes, the files {room:,}")
         for info in metadata.storage_data.values():
             if info.relative_path not in self._names:
                 raise ValueError(f"it points to {info.relative_path!r}, which is no file of the snapshot")

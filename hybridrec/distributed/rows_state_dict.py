@@ -110,7 +110,8 @@ def take_rows(
 
     Raises:
         ConfigError: Rows of a rank or table are missing, or have another width. Nothing changed.
-        StateError: A batch is in flight, or columns of a table have different ids. Nothing changed.
+        StateError: A batch is in flight, or columns of a table have different ids. Nothing changed. Or the rows do not
+            fit the host budget: then the collection is half loaded, and says so.
     """
     sources = _sources(state, prefix, rank, size)
     found = [
@@ -118,14 +119,19 @@ def take_rows(
     ]
     progress = [state[f"{prefix}progress.rank_{r}_of_{w}"].tolist() for r, w in sources]
     ordinal, committed, num_batches = (int(max(values)) for values in zip(*progress, strict=True))
-    lookup.forget_rows(ordinal=ordinal, committed=committed, num_batches=num_batches)
-    for part, table, chunks in zip(parts, lookup.tables, found, strict=True):
-        for rows in chunks:
-            if part.owner is None:
-                mine = owner_of(rows.ids_N, size) == rank
-                records = rows.records(table.layout)[mine]
-                rows = RowChunk.of_records(rows.ids_N[mine], rows.scores_N[mine], records, table.layout)
-            lookup.import_rows(table.name, rows)
+    lookup.require_idle()
+    try:
+        lookup.forget_rows(ordinal=ordinal, committed=committed, num_batches=num_batches)
+        for part, table, chunks in zip(parts, lookup.tables, found, strict=True):
+            for rows in chunks:
+                if part.owner is None:
+                    mine = owner_of(rows.ids_N, size) == rank
+                    records = rows.records(table.layout)[mine]
+                    rows = RowChunk.of_records(rows.ids_N[mine], rows.scores_N[mine], records, table.layout)
+                lookup.import_rows(table.name, rows)
+    except Exception as e:
+        lookup.log.broken = f"a state_dict could be loaded only in part: {type(e).__name__}: {e}"
+        raise
 
 
 def _rows_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridrec.errors import ConfigError
+from hybridrec.errors import ConfigError, StateError
 from hybridrec.native import ShardGroup
 from hybridrec.store.row_state_layout import FLOAT_BYTES, RowStateLayout
 
@@ -62,7 +62,12 @@ class RowChunk:
 
 
 def side_by_side(streams: Sequence[Iterator[RowChunk]]) -> Iterator[list[RowChunk]]:
-    """Chunks of several streams of equally many rows, cut so that those that come together have equally many."""
+    """Chunks of several streams of equally many rows, cut so that those that come together have equally many.
+
+    Raises:
+        StateError: At the end, a stream has rows left that another has not.
+    """
+    streams = [(chunk for chunk in stream if len(chunk.ids_N)) for stream in streams]
     heads = [next(stream, None) for stream in streams]
     while all(head is not None for head in heads):
         found = [head for head in heads if head is not None]
@@ -72,6 +77,12 @@ def side_by_side(streams: Sequence[Iterator[RowChunk]]) -> Iterator[list[RowChun
             head.part(n, len(head.ids_N)) if n < len(head.ids_N) else next(stream, None)
             for head, stream in zip(found, streams, strict=True)
         ]
+    if any(head is not None for head in heads):
+        ended = [i for i, head in enumerate(heads) if head is None]
+        raise StateError(
+            f"columns of one table have different numbers of rows: of {len(heads)} parts those at {ended} end before "
+            "the others. They must have been saved together; load another snapshot."
+        )
 
 
 class RowExport(Iterator[RowChunk]):

@@ -23,6 +23,7 @@ from hybridrec import (
 from hybridrec.checkpoint.files import write_file
 from hybridrec.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from hybridrec.distributed.column_parts import covering, recut
+from hybridrec.distributed.lookup import PooledLookup
 from hybridrec.distributed.routing import TablePart
 from hybridrec.store.row_export import RowChunk, side_by_side
 from hybridrec.store.row_state_layout import RowStateLayout
@@ -118,6 +119,32 @@ def test_state_dicts_too(pools: RankPools, before: tuple[Table, ...], after: tup
     assert found == cut_again(saved, before, after, 2) and all(found.values())
 
 
+def state_dict_without_room(scenario: Scenario) -> str:
+    """What is said of a collection after the second table of a state_dict found no room."""
+    dmp, _ = build(scenario)
+    ebc, original, calls = dmp.module.ebc, PooledLookup.import_rows, 0
+    state = ebc.state_dict()
+
+    def import_rows(lookup: PooledLookup, table: str, rows: RowChunk) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise StateError("no room")
+        original(lookup, table, rows)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StateError, match="no room"):
+        patch.setattr(PooledLookup, "import_rows", import_rows)
+        ebc.load_state_dict(state)
+    with pytest.raises(StateError) as error:
+        ebc.state_dict()
+    return str(error.value)
+
+
+def test_a_state_dict_that_is_loaded_in_part_is_said_to_be(pools: RankPools) -> None:
+    (said,) = pools[1].run(state_dict_without_room, ADAM)
+    assert "a state_dict could be loaded only in part: StateError: no room" in said
+
+
 def evicted_columns(path: Path, scenario: Scenario) -> bool:
     """Whether all columns of each table have the same ids after evictions."""
     saved = save_and_go_on(scenario, path, scenario.steps - 1, max_rows=150)
@@ -181,7 +208,7 @@ def test_columns_that_do_not_make_a_table(pools: RankPools, tmp_path: Path, faul
 
 
 def chunk(ids: list[int], columns: range) -> RowChunk:
-    ids_N = torch.tensor(ids)
+    ids_N = torch.tensor(ids, dtype=torch.int64)
     weights_ND = ids_N.unsqueeze(1) * 10.0 + torch.tensor(columns)
     return RowChunk(ids_N=ids_N, scores_N=ids_N * 0 + 4, weights_ND=weights_ND)
 
@@ -199,6 +226,11 @@ def test_columns_with_other_ids_are_not_put_together() -> None:
     rows = [recut(list(zip(columns, chunks, strict=True)), part, layout) for chunks in side_by_side(streams)]
     assert [r.ids_N.tolist() for r in rows] == [[1], [2, 3], [5]]
     assert rows[1].weights_ND.tolist() == [[21, 22, 23], [31, 32, 33]]
+    for others in ([chunk([1, 2], tail)], [chunk([1, 2], tail), chunk([], tail), chunk([3, 5, 6], tail)], []):
+        with pytest.raises(StateError, match="different numbers of rows: of 2 parts"):
+            list(side_by_side([iter([chunk([1, 2, 3], head), chunk([5], head)]), iter(others)]))
+    even = side_by_side([iter([chunk([1], head)]), iter([chunk([], tail), chunk([1], tail), chunk([], tail)])])
+    assert [[len(one.ids_N) for one in chunks] for chunks in even] == [[1, 1]]
     with pytest.raises(StateError, match=r"'t\[0:2\]' and 't\[2:5\]' do not have the same ids"):
         recut(list(zip(columns, (chunk([1, 2], head), chunk([1, 3], tail)), strict=True)), part, layout)
     for saved in (["t[0:2]"], ["t[0:2]", "t[3:5]"], ["t", "t[0:2]"], []):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -452,9 +453,12 @@ def wrong_arguments() -> list[str]:
         with pytest.raises(ConfigError) as error:
             checkpoint.Checkpointer("nowhere", dmp, pipeline._optimizer, pipeline, **arguments)
         said.append(str(error.value))
-    return said
+    with ThreadPoolExecutor(1, "other") as thread, pytest.raises(ConfigError) as error:
+        thread.submit(checkpoint.Checkpointer, "nowhere", dmp, pipeline._optimizer, pipeline).result()
+    return [*said, str(error.value), str(Path("nowhere").exists())]
 
 
-def test_wrong_numbers_are_refused(pool_1: Any) -> None:
-    ((zero, same, negative),) = pool_1.run(wrong_arguments)
+def test_wrong_arguments_are_refused(pool_1: Any) -> None:
+    ((zero, same, negative, thread, is_locked),) = pool_1.run(wrong_arguments)
     assert "delta_every=0" in zero and "delta_every=4, every=4" in same and "max_removed=-1" in negative
+    assert "thread 'other_0'" in thread and "stops_on_sigterm=False" in thread and is_locked == "False"

@@ -174,6 +174,9 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch("sys.stderr.isatty", return_value=True):
         assert main([*arguments, "item"]) == 0
     assert "100%" in (error := capsys.readouterr().err) and "20.0/20.0" in error
+    (tmp_path / "file").touch()
+    assert main(["export", str(tmp_path / "s"), str(tmp_path / "file" / "out")]) == 2
+    assert "NotADirectoryError: " in capsys.readouterr().err
     assert main([*arguments, "word"]) == 2
     assert "ConfigError: there is no table 'word' in the snapshot" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"tables='user' is one string. Pass a list of names: tables=\['user'\]"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -217,6 +218,15 @@ def test_a_save_that_is_not_whole_is_refused_by_its_file(pools: RankPools, tmp_p
     for (name, _, _, words), message in zip(cases, found[0][0], strict=True):
         assert words in message, (name, message)
     assert [(is_as_before, n > 0) for _, is_as_before, n in found] == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("name", ["meta.ini", "user/key/slice.attribute"])
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, name: str) -> None:
+    content = float_contents(Scenario(optimizer="adam", steps=3, ids_per_table=40, tables=USER), 20, num_moments=2)
+    write_merged(tmp_path, content)
+    os.truncate(tmp_path / name, 2**40)
+    with pytest.raises(HybridRecError, match="meta.ini says 'incremental=|key/slice.attribute is damaged: it has 1099"):
+        checkpoint.read_recsdk(tmp_path)
 
 
 def refused_by_the_table(scenario: Scenario, path: Path, kwargs: dict[str, Any]) -> str:

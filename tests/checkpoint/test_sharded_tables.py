@@ -206,10 +206,15 @@ def altered(metadata: Any, how: str) -> Any:
         )
     entry = metadata.state_dict_metadata[name]
     part = dataclasses.replace(entry, chunks=entry.chunks[:-1])
+    if how == "huge":
+        size = torch.Size((2**40, *entry.size[1:]))
+        part = dataclasses.replace(entry, size=size, chunks=[dataclasses.replace(entry.chunks[0], sizes=size)])
     return dataclasses.replace(metadata, state_dict_metadata=metadata.state_dict_metadata | {name: part})
 
 
-@pytest.mark.parametrize(("how", "words"), [("elsewhere", "../x"), ("without a part", "not the whole tensor")])
+@pytest.mark.parametrize(
+    ("how", "words"), [("elsewhere", "../x"), ("without a part", "not the whole tensor"), ("huge", "bytes, the files")]
+)
 def test_metadata_that_does_not_fit_the_snapshot(pool_1: RankPool, tmp_path: Path, how: str, words: str) -> None:
     pool_1.run(save_only, tmp_path)
     folder = checkpoint.latest(tmp_path)
