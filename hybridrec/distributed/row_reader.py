@@ -92,6 +92,17 @@ class RowReader:
             ]
         for reader, wanted in zip(self._readers, sizes, strict=True):
             have = [t.num_slots for t in reader.spec.tables]
+            self._use_here(reader)
             if any(n > h for n, h in zip(wanted, have, strict=True)):
                 reader.resize([max(h, n + n // 2) if n > h else h for n, h in zip(wanted, have, strict=True)])
         return self._readers
+
+    def _use_here(self, reader: LookupKernel) -> None:
+        """Evaluation reads on one stream, what is frozen on another: memory waits for both before others get it."""
+        if self._backend.is_host_memory:
+            return
+        stream = self._backend.current_stream(self._device)
+        for table in range(len(reader.spec.tables)):
+            arrays = reader.slot_arrays(table)
+            for tensor in (arrays.weights, *arrays.row_states, *arrays.row_wise_states):
+                self._backend.record_stream(tensor, stream)
