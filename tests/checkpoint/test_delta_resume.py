@@ -239,7 +239,7 @@ def checkpointed(
             if step % 4 == 0 or step == stop_at:
                 pipeline.withdraw()
                 points[step] = everyone(dmp)
-            if in_background and step == full_disk_at:
+            if in_background and step in (import_at, full_disk_at):
                 wait(checkpointer)  # so that nothing puts off the delta that is due
             with full_disk(step == full_disk_at):
                 try:
@@ -250,6 +250,7 @@ def checkpointed(
                     errors.append((step, str(e)))
             if checkpointer.is_stopping:
                 break
+    pipeline.withdraw()
     return {
         "first": first,
         "resumed": resumed,
@@ -317,8 +318,8 @@ def test_the_checkpointer_writes_deltas_between_snapshots_and_resumes(
     begun = pools[world_size].run(checkpointed, EVICTING, tmp_path, last=35, in_background=in_background)
     points = points_of(tmp_path)
     assert points[0] == (4, 0, 4) and (20, 0, 20) in points  # the first that is due has nothing to follow
-    if in_background:  # what is still being written puts off what is due
-        assert len(points) < 8
+    if in_background:  # what is still being written may put off what is due
+        assert len(points) <= 8
     else:
         assert points == [(4, n, 4 + 4 * n) for n in range(4)] + [(20, n, 20 + 4 * n) for n in range(4)]
     by_followers(tmp_path, begun[0]["points"])
@@ -339,8 +340,7 @@ def test_a_chain_that_ended_is_followed_by_a_snapshot_and_the_reason_is_logged(
     pools: RankPools, tmp_path: Path, in_background: bool
 ) -> None:
     found = pools[2].run(checkpointed, EVICTING, tmp_path, last=19, in_background=in_background, import_at=9)
-    first, second = [step for _, number, step in points_of(tmp_path) if number == 0]
-    assert first == 4 and second in ((12, 16) if in_background else (12,))
+    assert [step for _, number, step in points_of(tmp_path) if number == 0] == [4, 12]
     assert "in place of a delta: save_delta: what changed in table 'user' is not known" in found[0]["logged"][0]
     assert len(found[0]["logged"]) == 1 and found[1]["logged"] == []
     by_followers(tmp_path, found[0]["points"])
