@@ -57,8 +57,8 @@ std::vector<SnapshotRow> TableShard::committed_rows(std::span<const InFlightJour
 
 std::shared_ptr<RowSnapshot> TableShard::begin_snapshot(std::span<const InFlightJournal> newest_first,
                                                         uint32_t above_score) {
-  auto snapshot =
-      std::make_shared<RowSnapshot>(budget_, committed_rows(newest_first, above_score), next_unused_row_);
+  auto snapshot = std::make_shared<RowSnapshot>(budget_, committed_rows(newest_first, above_score), next_unused_row_,
+                                                record_floats());
   snapshots_.push_back(snapshot.get());
   return snapshot;
 }
@@ -73,10 +73,7 @@ void TableShard::read_stored(uint32_t row, float* out) const {
 
 void TableShard::keep_for_snapshots(uint32_t row) {
   for (RowSnapshot* snapshot : snapshots_) {
-    if (!snapshot->waits_for(row)) continue;
-    std::vector<float> record(record_floats());
-    read_stored(row, record.data());
-    snapshot->keep(row, std::move(record));
+    if (snapshot->waits_for(row)) read_stored(row, snapshot->keep(row));
   }
 }
 
@@ -88,10 +85,10 @@ void TableShard::read_snapshot(RowSnapshot& snapshot, size_t num_rows, int64_t* 
     const auto [row, kept] = snapshot.take();
     ids[i] = row.id;
     scores[i] = row.score;
-    if (kept.empty()) {
+    if (kept == nullptr) {
       read_stored(row.row, records);
     } else {
-      std::copy(kept.begin(), kept.end(), records);
+      std::copy_n(kept, record_floats(), records);
     }
   }
 }

@@ -6,10 +6,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <new>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -26,11 +26,22 @@ struct SnapshotRow {
 class RowSnapshot {
  public:
   // `rows`: in any order. Throws std::bad_alloc if the budget refuses what they take.
-  RowSnapshot(Budget& budget, std::vector<SnapshotRow> rows, uint32_t num_row_numbers)
-      : budget_(budget), rows_(std::move(rows)), is_waiting_((num_row_numbers + 63) / 64) {
+  RowSnapshot(Budget& budget, std::vector<SnapshotRow> rows, uint32_t num_row_numbers, size_t record_floats)
+      : budget_(budget),
+        rows_(std::move(rows)),
+        is_waiting_((num_row_numbers + 63) / 64),
+        record_floats_(record_floats),
+        rows_of_block_(std::max<size_t>(1, kBlockBytes / (record_floats * sizeof(float)))) {
     for (const SnapshotRow& row : rows_) is_waiting_[row.row / 64] |= bit(row.row);
-    bytes_ = rows_.size() * sizeof(SnapshotRow) + is_waiting_.size() * sizeof(uint64_t);
+    bytes_ = rows_.size() * sizeof(SnapshotRow) + is_waiting_.size() * sizeof(uint64_t) +
+             place_of_row_.capacity_for(num_row_numbers) * sizeof(uint32_t);
     if (!budget_.try_take(bytes_)) throw std::bad_alloc();
+    try {
+      place_of_row_.reserve(num_row_numbers);
+    } catch (const std::bad_alloc&) {
+      budget_.give_back(bytes_);
+      throw;
+    }
   }
   RowSnapshot(const RowSnapshot&) = delete;  // its memory is accounted once
   RowSnapshot& operator=(const RowSnapshot&) = delete;
@@ -50,35 +61,60 @@ class RowSnapshot {
   bool waits_for(uint32_t row) const {
     return row / 64 < is_waiting_.size() && (is_waiting_[row / 64] & bit(row)) != 0;
   }
-  void keep(uint32_t row, std::vector<float> record) {
-    // Not refused: the step that writes the row back cannot be taken back here.
-    budget_.take(record.size() * sizeof(float));
-    bytes_ += record.size() * sizeof(float);
-    kept_.emplace(row, std::move(record));
+  // Where the caller copies the record of a row that is waited for.
+  float* keep(uint32_t row) {
+    const uint32_t place = free_place();
+    place_of_row_[row] = place + 1;
     is_waiting_[row / 64] &= ~bit(row);
+    return record(place);
   }
 
-  // The next row, and its record if it was kept: else it is in the store.
-  std::pair<SnapshotRow, std::vector<float>> take() {
+  // The next row, and its record if it was kept (until the next `keep`): else it is in the store.
+  std::pair<SnapshotRow, const float*> take() {
     const SnapshotRow row = rows_[next_++];
     is_waiting_[row.row / 64] &= ~bit(row.row);
-    const auto found = kept_.find(row.row);
-    if (found == kept_.end()) return {row, {}};
-    std::vector<float> record = std::move(found->second);
-    kept_.erase(found);
-    bytes_ -= record.size() * sizeof(float);
-    budget_.give_back(record.size() * sizeof(float));
-    return {row, std::move(record)};
+    const uint32_t kept = std::exchange(place_of_row_[row.row], 0);
+    if (kept == 0) return {row, nullptr};
+    free_places_.push_back(kept - 1);
+    return {row, record(kept - 1)};
   }
 
  private:
+  static constexpr size_t kBlockBytes = size_t{1} << 20;
+
   static uint64_t bit(uint32_t row) { return uint64_t{1} << (row % 64); }
+
+  float* record(uint32_t place) {
+    return blocks_[place / rows_of_block_].data() + (place % rows_of_block_) * record_floats_;
+  }
+  uint32_t free_place() {
+    if (!free_places_.empty()) {
+      const uint32_t place = free_places_.back();
+      free_places_.pop_back();
+      return place;
+    }
+    if (num_places_ == blocks_.size() * rows_of_block_) {
+      PageArray<float> block;
+      block.reserve(rows_of_block_ * record_floats_);
+      // Not refused: the step that writes the row back cannot be taken back here.
+      budget_.take(block.bytes());
+      bytes_ += block.bytes();
+      blocks_.push_back(std::move(block));
+    }
+    return num_places_++;
+  }
 
   Budget& budget_;
   std::vector<SnapshotRow> rows_;
   std::once_flag is_sorted_;
   std::vector<uint64_t> is_waiting_;  // a bit a row number
-  std::unordered_map<uint32_t, std::vector<float>> kept_;
+  size_t record_floats_;
+  // Records that were kept: never moved, and their places used again.
+  size_t rows_of_block_;
+  std::vector<PageArray<float>> blocks_;
+  std::vector<uint32_t> free_places_;
+  uint32_t num_places_ = 0;
+  PageArray<uint32_t> place_of_row_;  // [row numbers], one more than the place; 0: it was not kept
   size_t next_ = 0;
   uint64_t bytes_ = 0;
 };
