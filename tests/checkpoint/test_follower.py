@@ -173,13 +173,17 @@ def chain(pools: RankPools, tmp_path: Path) -> tuple[Path, Show]:
     for number in range(1, 7):
         digests.append(read_delta(snapshot, number, digests[-1]).digest)
 
+    deltas, hidden = snapshot / "deltas", tmp_path / "deltas that are not shown"
+
     def show(number: int) -> None:
+        if (number == 0) != hidden.exists():
+            source, target = (hidden, deltas) if number else (deltas, hidden)
+            source.replace(target)
         if not number:
-            (snapshot / "deltas" / "newest").unlink(missing_ok=True)
             return
-        beside = snapshot / "deltas" / "newer"
+        beside = deltas / "newer"
         beside.write_text(f"{number} {digests[number]}\n")
-        beside.replace(snapshot / "deltas" / "newest")
+        beside.replace(deltas / "newest")
 
     return tmp_path / "runs", show
 
