@@ -6,7 +6,7 @@ import torch
 from hybridrec.errors import ConfigError, StateError
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import ShardSpec
-from hybridrec.store.row_export import RowChunk, export_shard
+from hybridrec.store.row_export import RowChunk, ShardRows, export_shard
 from hybridrec.store.row_state_layout import RowStateLayout
 from hybridrec.types import RowState
 
@@ -32,7 +32,7 @@ def group_of(ids: list[int]) -> ShardGroup:
 
 
 def test_chunks_are_ascending_by_id_and_name_what_a_row_holds() -> None:
-    export = export_shard(group_of([7, -3, 2**63 - 1]), 0, LAYOUT, chunk_rows=2)
+    export = export_shard(ShardRows(group_of([7, -3, 2**63 - 1]), 0, LAYOUT), chunk_rows=2)
     first, last = export
     assert export.num_rows == 3
     assert first.ids_N.tolist() == [-3, 7] and last.ids_N.tolist() == [2**63 - 1]
@@ -57,19 +57,19 @@ def test_records_are_joined_as_they_were_split() -> None:
 
 
 def test_only_rows_above_a_score() -> None:
-    export = export_shard(group_of([7, -3, 5]), 0, LAYOUT, above_score=1)
+    export = export_shard(ShardRows(group_of([7, -3, 5]), 0, LAYOUT, above_score=1))
     assert torch.cat([chunk.ids_N for chunk in export]).tolist() == [-3, 5]
 
 
 def test_an_export_that_is_closed_or_dropped_lets_go() -> None:
     group = group_of([1, 2])
-    export = export_shard(group, 0, LAYOUT, chunk_rows=1)
+    export = export_shard(ShardRows(group, 0, LAYOUT), chunk_rows=1)
     with pytest.raises(StateError, match="is being exported"):
         group.clear_rows(0)
     next(export)
     export.close()
     assert list(export) == []
-    export_shard(group, 0, LAYOUT)  # dropped at once
+    export_shard(ShardRows(group, 0, LAYOUT))  # dropped at once
     with pytest.raises(ConfigError, match="chunk_rows=0"):
-        export_shard(group, 0, LAYOUT, chunk_rows=0)
+        export_shard(ShardRows(group, 0, LAYOUT), chunk_rows=0)
     group.clear_rows(0)
