@@ -2,7 +2,8 @@
 //
 // Taken when the store holds the value of every committed row. From then on a row of the snapshot that is about to be
 // overwritten there, and was not read yet, is copied aside first. So what is kept beside the table is at most the rows
-// that were written back since, and never more than those that are still to be read.
+// that were written back since, and never more than those that were still to be read; in blocks of 1 MiB, whose places
+// are used again and which go when the snapshot does.
 #pragma once
 
 #include <algorithm>
