@@ -71,6 +71,7 @@ def reaches_progress(stage: str) -> None:
     iterator = Loader(run)
     for _ in range(AT):
         run.pipeline.progress(iterator)
+    run.pipeline._thread.settle()  # else a batch may be ahead of the fault on one rank and not on the other
     with fail_in(run, stage):
         start = time.monotonic()
         try:
