@@ -19,9 +19,10 @@ from hybridrec.checkpoint.delta_chain import (
     remove_unfinished,
     unfinished_delta,
 )
+from hybridrec.checkpoint.entries import folder_name
 from hybridrec.checkpoint.files import write_file
 from hybridrec.checkpoint.manifest import FileEntry
-from hybridrec.checkpoint.saving import RankPart, Saving, folder_name
+from hybridrec.checkpoint.saving import RankPart, Saving
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,12 @@ from torch import nn
 
 from hybridrec.backend import HOST
 from hybridrec.checkpoint import contents
+from hybridrec.checkpoint.entries import table_entry
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.finite import NonFiniteRows
 from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, TableEntry
 from hybridrec.checkpoint.points import Layer, Point, read_point, rows_at
-from hybridrec.checkpoint.saving import MAX_THREADS, log_done, table_entry
+from hybridrec.checkpoint.saving import MAX_THREADS, log_done
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
 from hybridrec.distributed.column_parts import columns_of, covering, recut
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist

@@ -9,9 +9,9 @@ import pytest
 
 from hybridrec import checkpoint
 from hybridrec.checkpoint import snapshot
+from hybridrec.checkpoint.entries import folder_name
 from hybridrec.checkpoint.files import remove_folder
 from hybridrec.checkpoint.manifest import MANIFEST
-from hybridrec.checkpoint.saving import folder_name
 
 
 def publish(root: Path, step: int, keep: int | None, second: int) -> str:

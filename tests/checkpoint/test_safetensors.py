@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hybridrec import ConfigError, checkpoint
-from hybridrec.checkpoint import saving as save_module
+from hybridrec.checkpoint import entries
 from hybridrec.checkpoint.__main__ import main
 from tests.checkpoint.runs import Records, build, records_of
 from tests.distributed.pipelines import all_batches, mine
@@ -28,7 +28,7 @@ def save_small_chunks(scenario: Scenario, path: Path) -> Records:
         pipeline.progress(batches)
     sizes = itertools.count(3)  # another one for whoever asks again: what is written is what the manifest has
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_module, "rows_of_chunk", lambda layout: next(sizes))
+        patch.setattr(entries, "rows_of_chunk", lambda layout: next(sizes))
         checkpoint.save(path, dmp, pipeline=pipeline)
     return records_of(dmp)
 
