@@ -39,16 +39,10 @@ def write_records(arrays: SlotArrays, slots_U: Tensor, records: Tensor) -> None:
             start += column.shape[1]
 
 
-def slot_arrays(lookup: PooledLookup, table: int) -> SlotArrays:
-    """The slots of a collection's table."""
-    kernel = next(k for k in range(len(lookup.kernels)) if table in lookup.kernel_tables(k))
-    return lookup.kernels[kernel].slot_arrays(lookup.kernel_tables(kernel).index(table))
-
-
 def read_slots(lookup: PooledLookup, table: int, slots_U: Tensor) -> Tensor:
     """float32 [U, width], host memory, of slots whose rows have arrived or are on their way in."""
     lookup.use([], lookup.log.swapper.ready())
-    arrays = slot_arrays(lookup, table)
+    arrays = lookup.table_kernels.slot_arrays(table)
     records = read_records(arrays, slots_U)
     device = arrays.weights.device
     backend = resolve_backend(device.type)

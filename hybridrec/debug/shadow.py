@@ -27,7 +27,8 @@ from hybridrec.cache import BatchTransaction
 from hybridrec.debug.difference import Difference, Verification, VerifyError
 from hybridrec.debug.location import where
 from hybridrec.debug.records import initial_records, read_records, read_slots, split_record, write_records
-from hybridrec.distributed.lookup import KernelInput, MappedBatch, PooledLookup
+from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.distributed.mapped_batch import KernelInput, MappedBatch
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.modules.hash_table import PROTECTED_BATCHES
 from hybridrec.native import unmix64
@@ -119,9 +120,7 @@ class ShadowCollection:
                 )
                 for t, table in enumerate(lookup.tables)
             ]
-        self._kernels = [
-            kernel.transient([_FIRST_SLOTS] * len(lookup.kernel_tables(k))) for k, kernel in enumerate(lookup.kernels)
-        ]
+        self._kernels = [kernel.transient([_FIRST_SLOTS] * len(kernel.spec.tables)) for kernel in lookup.kernels]
         self._real_compute, self._real_update = lookup.compute, lookup.update
         lookup.compute, lookup.update = self._compute, self._update  # type: ignore[method-assign]  # until `end`
         self._is_on = True
@@ -180,7 +179,7 @@ class ShadowCollection:
             shadow_index_N[positions] = unique.shadow_slots_U[inverse]
             uniques.append(unique)
         inputs = []
-        for kernel, part in zip(self._kernels, lookup.occurrences(batch, shadow_index_N), strict=True):
+        for kernel, part in zip(self._kernels, lookup.table_kernels.occurrences(batch, shadow_index_N), strict=True):
             device, weights_N = kernel.spec.device, part.weights_N
             weights_N = None if weights_N is None else weights_N.to(device)
             inputs.append(KernelInput(part.index_N.to(device), part.offsets.to(device), weights_N))
@@ -263,19 +262,17 @@ class ShadowCollection:
             return torch.from_numpy(self._lookup.log.group.read_records(t, rows))
         return read_slots(self._lookup, t, unique.places_U)
 
-    def _place(self, t: int) -> tuple[int, int]:
-        return next((k, ts.index(t)) for k in range(len(self._kernels)) if t in (ts := self._lookup.kernel_tables(k)))
-
     def _arrays(self, t: int) -> Any:
-        k, i = self._place(t)
+        k, i = self._lookup.table_kernels.place_of_table[t]
         return self._kernels[k].slot_arrays(i)
 
     def _make_room(self, t: int, num_rows: int) -> None:
         if num_rows <= self._tables[t].num_slots:
             return
         self._tables[t].num_slots = 2 * num_rows
-        k, _ = self._place(t)
-        self._kernels[k].resize([self._tables[other].num_slots for other in self._lookup.kernel_tables(k)])
+        of_kernels = self._lookup.table_kernels
+        k, _ = of_kernels.place_of_table[t]
+        self._kernels[k].resize([self._tables[other].num_slots for other in of_kernels.tables_of_kernel[k]])
 
     # ---- what differs --------------------------------------------------------------------------------------------
 

@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrec.distributed.oversized import Occurrences, table_of_occurrence
+from hybridrec.distributed.oversized import table_of_occurrence
+from hybridrec.distributed.table_kernels import Occurrences
 from hybridrec.errors import StateError
 
 if TYPE_CHECKING:
-    from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+    from hybridrec.distributed.lookup import PooledLookup
+    from hybridrec.distributed.mapped_batch import MappedBatch
     from hybridrec.kernels.base import LookupKernel
 
 
@@ -104,8 +106,11 @@ class GradientGroup:
             for batch, _ in self._waiting:
                 transaction = batch.transaction
                 assert transaction is not None
-                occurrences = lookup.occurrences(batch, transaction.slots_N)[k]
-                of_tables = [lookup.log.group.batch_rows(transaction.ordinal, t) for t in lookup.kernel_tables(k)]
+                occurrences = lookup.table_kernels.occurrences(batch, transaction.slots_N)[k]
+                of_tables = [
+                    lookup.log.group.batch_rows(transaction.ordinal, t)
+                    for t in lookup.table_kernels.tables_of_kernel[k]
+                ]
                 where.append(of_tables)
                 parts.append(_by_row_number(kernel, occurrences, of_tables, has_slots=not transaction.is_aside))
             together, order_N = one_after_the_other(parts, len(kernel.spec.feature_table))

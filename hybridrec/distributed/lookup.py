@@ -1,11 +1,10 @@
 """MAP, SWAP and COMPUTE of one collection on one rank: from the keys that it owns to partial pools.
 
-Owns the shard group, the kernels and the transaction log. Knows nothing of other ranks.
+Owns the shard group, the kernels with their slots, and the transaction log. Knows nothing of other ranks.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,24 +18,21 @@ from hybridrec.backend import DeviceBackend
 from hybridrec.cache import BatchTransaction, HostMemorySwapper, Lease, StagedSwapper, TransactionLog
 from hybridrec.distributed.frozen_tables import FrozenPart, frozen_of, split_frozen
 from hybridrec.distributed.gradient_group import SECOND_BACKWARD, GradientGroup
-from hybridrec.distributed.mapped_batch import KernelInput as KernelInput
-from hybridrec.distributed.mapped_batch import MappedBatch as MappedBatch
-from hybridrec.distributed.mapped_batch import offsets_of_features
-from hybridrec.distributed.oversized import Occurrences, PassLookup
+from hybridrec.distributed.mapped_batch import MappedBatch, offsets_of_features
+from hybridrec.distributed.oversized import PassLookup
 from hybridrec.distributed.refusal import refusal_error
 from hybridrec.distributed.row_reader import RowReader
 from hybridrec.distributed.shard_table import ShardTable
 from hybridrec.distributed.shard_watch import ShardWatch
 from hybridrec.distributed.slot_growth import SlotGrowth
 from hybridrec.distributed.slot_parameter import SlotParameter, slot_parameter
+from hybridrec.distributed.table_kernels import TableKernels
 from hybridrec.errors import CapacityError, HybridRecError, StateError
-from hybridrec.kernels.base import KernelSpec, KernelTable, LookupKernel
-from hybridrec.kernels.factory import make_kernel
+from hybridrec.kernels.base import LookupKernel
 from hybridrec.metrics import TableStats
 from hybridrec.native import ShardGroup
 from hybridrec.native.protocol import Plan, PlanStatus
 from hybridrec.store.row_export import RowChunk, RowExport, ShardRows, export_shard
-from hybridrec.types import SlotArrays
 
 MAX_CORE_THREADS = 8
 """Threads of the native core: as many as torch has, but no more. They change no result."""
@@ -73,50 +69,35 @@ class PooledLookup(nn.Module):
         """
         super().__init__()
         refuse_scaled_losses()
-        self._tables = [table for tables in kernels for table in tables]
         self._device, self._backend = device, backend
         self._rank, self._world_size = rank, world_size
-        self._is_weighted = is_weighted
-        self._kernels = [self._make_kernel(tables) for tables in kernels]
-        # (kernel, table within the kernel) of every table, and the first feature of every kernel
-        self._place_of_table = [(k, t) for k, tables in enumerate(kernels) for t in range(len(tables))]
-        counts = [sum(table.num_features for table in tables) for tables in kernels]
-        self._first_feature = list(itertools.accumulate(counts, initial=0))
-        self._kernel_dims = [kernel.spec.total_dim for kernel in self._kernels]
-        owners = [t for t, table in enumerate(self._tables) for _ in range(table.num_features)]
-        self._feature_table = torch.tensor(owners, dtype=torch.int64)
+        self.table_kernels = TableKernels(kernels, is_weighted=is_weighted, is_pooled=self.is_pooled, device=device)
+        self._tables = self.table_kernels.tables
         self._group = ShardGroup(
             [table.spec for table in self._tables],
             host_budget_bytes=host_budget_bytes,
             num_threads=min(torch.get_num_threads(), MAX_CORE_THREADS),
         )
-        self._params = [slot_parameter(self._weights(t), table.name) for t, table in enumerate(self._tables)]
+        self._params = [
+            slot_parameter(self.table_kernels.weights(t), table.name) for t, table in enumerate(self._tables)
+        ]
         if backend.is_host_memory:
             swapper: HostMemorySwapper | StagedSwapper = HostMemorySwapper(self._group)
         else:
             widths = [table.layout.record_floats for table in self._tables]
-            swapper = StagedSwapper(self._group, self._slot_arrays, widths, backend, device)
+            swapper = StagedSwapper(self._group, self.table_kernels.slot_arrays, widths, backend, device)
         self.log = TransactionLog(self._group, swapper)
         self.num_imports = 0
         """How often rows came or went that no batch trained."""
         for t in range(len(self._tables)):
             self._publish_slots(t)
         where = f"rank {rank} of {world_size}"
-        self.growth = SlotGrowth(
-            self._tables,
-            self._kernels,
-            self._place_of_table,
-            self.log,
-            self._publish_slots,
-            backend,
-            device,
-            where=where,
-        )
+        self.growth = SlotGrowth(self.table_kernels, self.log, self._publish_slots, backend, device, where=where)
         """Of the slots of tables that keep only batches in flight there."""
         self.gradients = GradientGroup(self)
         """Of batches whose rows are not stepped yet."""
-        self._passes = PassLookup(self._kernels, self._place_of_table, self.log, backend, device)
-        self._reader = RowReader(self._kernels, self._place_of_table, self.log, backend, device)
+        self._passes = PassLookup(self.table_kernels, self.log, backend, device)
+        self._reader = RowReader(self.table_kernels, self.log, backend, device)
         if not backend.is_host_memory:  # what made the slots is still on its way
             self.log.read_until(backend.record_event(backend.current_stream(device)))
         self._watch = ShardWatch(self._group, self._tables, where=where, host_budget_bytes=host_budget_bytes)
@@ -133,7 +114,7 @@ class PooledLookup(nn.Module):
     @property
     def total_dim(self) -> int:
         """Columns of the output."""
-        return sum(self._kernel_dims)
+        return sum(self.table_kernels.dims)
 
     @property
     def passes(self) -> PassLookup:
@@ -142,7 +123,7 @@ class PooledLookup(nn.Module):
 
     @property
     def kernels(self) -> list[LookupKernel]:
-        return self._kernels
+        return self.table_kernels.kernels
 
     @property
     def tables(self) -> list[ShardTable]:
@@ -158,10 +139,6 @@ class PooledLookup(nn.Module):
     def slot_parameters(self) -> list[SlotParameter]:
         """[T] x [C, D] of the table's type: views of the slots, for those who list a model's parameters."""
         return self._params
-
-    def kernel_tables(self, kernel: int) -> list[int]:
-        """Indices of the tables of one kernel."""
-        return [t for t, (k, _) in enumerate(self._place_of_table) if k == kernel]
 
     def map(
         self, keys: KeyedJaggedTensor, *, is_training: bool, may_wait: Callable[[], bool] | None = None
@@ -184,7 +161,7 @@ class PooledLookup(nn.Module):
             return MappedBatch(transaction=None, lease=None, keys=keys, feature_offsets=feature_offsets)
         if not any(frozen_T):
             return self._map_training(keys, feature_offsets, may_wait)
-        is_frozen_F = torch.tensor(frozen_T)[self._feature_table]
+        is_frozen_F = torch.tensor(frozen_T)[self.table_kernels.feature_table]
         trained, read = split_frozen(keys, is_frozen_F)
         mapped = self._map_training(trained, offsets_of_features(trained), may_wait)
         if isinstance(mapped, MappedBatch):
@@ -196,7 +173,7 @@ class PooledLookup(nn.Module):
 
     def _widths(self, feature_offsets: Tensor) -> Tensor:
         """int64 [F]: places of each feature in the output of a batch, along what `FrozenPart.merge` merges."""
-        return torch.tensor([self._tables[t].layout.dim for t in self._feature_table.tolist()])
+        return torch.tensor([self._tables[t].layout.dim for t in self.table_kernels.feature_table.tolist()])
 
     def frozen_tables(self) -> tuple[bool, ...]:
         """[T]: which tables do not train now; see `frozen_tables.frozen_of`."""
@@ -214,7 +191,7 @@ class PooledLookup(nn.Module):
             if self.log.is_any_aside and may_wait is not None and self.log.wait_for_release(seen, may_wait):
                 continue  # it needs every row where it stays until it is done
             self.growth.grow_all()
-            planned = self.log.plan(keys.values(), feature_offsets, self._feature_table, slots_N)
+            planned = self.log.plan(keys.values(), feature_offsets, self.table_kernels.feature_table, slots_N)
             if isinstance(planned, BatchTransaction):
                 self._watch.planned(planned.plan)
                 lease = Lease(planned)
@@ -235,7 +212,7 @@ class PooledLookup(nn.Module):
         """MAP a batch whose rows the slots cannot hold, those of batches in flight beside it: it gets none."""
         index_N = torch.empty_like(keys.values())
         try:
-            result = self.log.plan_aside(keys.values(), feature_offsets, self._feature_table, index_N)
+            result = self.log.plan_aside(keys.values(), feature_offsets, self.table_kernels.feature_table, index_N)
         except (CapacityError, StateError) as e:  # the host budget
             self._num_retries[planned.table] -= 1  # so it was refused for good
             return CapacityError(f"rank {self._rank} of {self._world_size}: {e} Raise host_memory_bytes.")
@@ -260,7 +237,7 @@ class PooledLookup(nn.Module):
         if batch.transaction is not None:
             self._move_rows(batch.transaction)
             if not batch.transaction.is_aside:
-                batch.inputs = self._kernel_inputs(batch, batch.transaction.slots_N, self.log.swapper.upload)
+                batch.inputs = self.table_kernels.inputs(batch, batch.transaction.slots_N, self.log.swapper.upload)
             if batch.frozen is not None:
                 self._read_frozen(batch.frozen)
         batch.ready = self.log.swapper.ready()
@@ -397,12 +374,13 @@ class PooledLookup(nn.Module):
         """Run the kernels on a batch whose rows are in their slots; what `update` needs comes along."""
         assert batch.transaction is not None
         if batch.transaction.is_aside:
-            parts, kept = self._passes.forward(batch.transaction, self.occurrences(batch, batch.transaction.slots_N))
+            occurrences = self.table_kernels.occurrences(batch, batch.transaction.slots_N)
+            parts, kept = self._passes.forward(batch.transaction, occurrences)
             return self.join(parts), kept
         assert batch.inputs is not None
         self.use([t for one in batch.inputs for t in one if t is not None], batch.ready)
         pooled, saved = [], []
-        for kernel, kernel_input in zip(self._kernels, batch.inputs, strict=True):
+        for kernel, kernel_input in zip(self.kernels, batch.inputs, strict=True):
             part, kept = kernel.forward(*kernel_input)
             pooled.append(part)
             saved.append(kept)
@@ -426,7 +404,7 @@ class PooledLookup(nn.Module):
                 self._passes.backward(batch.transaction, saved, grads, step=step)
                 self._num_oversized[batch.oversized_table] += 1
             else:
-                for kernel, kept, part in zip(self._kernels, saved, grads, strict=True):
+                for kernel, kept, part in zip(self.kernels, saved, grads, strict=True):
                     kernel.backward(kept, part, step=step)
         except Exception as e:
             self.log.broken = (
@@ -446,8 +424,8 @@ class PooledLookup(nn.Module):
         self.log.settle()
         if self.log.fence is not None:
             self._backend.current_stream(self._device).wait_event(self.log.fence)
-        index_N, readers = self._reader.read(batch.keys.values(), batch.feature_offsets, self._feature_table)
-        inputs = self._kernel_inputs(batch, index_N, self._reader.copies.upload)
+        index_N, readers = self._reader.read(batch.keys.values(), batch.feature_offsets)
+        inputs = self.table_kernels.inputs(batch, index_N, self._reader.copies.upload)
         pooled = [reader.forward(*one)[0] for reader, one in zip(readers, inputs, strict=True)]
         if not self._backend.is_host_memory:
             self.log.read_until(self._backend.record_event(self._backend.current_stream(self._device)))
@@ -464,63 +442,13 @@ class PooledLookup(nn.Module):
 
     def split(self, batch: MappedBatch, output: Tensor) -> tuple[Tensor, ...]:
         """The parts of the kernels in something like the output of a batch."""
-        parts: tuple[Tensor, ...] = output.split(self._kernel_dims, 1)
+        parts: tuple[Tensor, ...] = output.split(self.table_kernels.dims, 1)
         return parts
-
-    def _kernel_inputs(
-        self, batch: MappedBatch, index_N: Tensor, upload: Callable[[list[Tensor]], list[Tensor]]
-    ) -> list[KernelInput]:
-        """The part of a batch that each kernel looks up, where its slots are."""
-        parts = self.occurrences(batch, index_N)
-        placed = iter(upload([tensor for part in parts for tensor in part if tensor is not None]))
-        return [
-            KernelInput(next(placed), next(placed), next(placed) if part.weights_N is not None else None)
-            for part in parts
-        ]
-
-    def occurrences(self, batch: MappedBatch, index_N: Tensor) -> list[Occurrences]:
-        """The part of a batch that each kernel looks up, in host memory; ``index_N`` int64 [N] in place of the ids."""
-        all_offsets, all_weights = batch.keys.offsets(), batch.keys.weights_or_none()
-        bags = batch.keys.stride()
-        parts = []
-        for k in range(len(self._kernels)):
-            first, last = self._first_feature[k], self._first_feature[k + 1]
-            start, end = batch.feature_offsets[first].item(), batch.feature_offsets[last].item()
-            offsets = all_offsets[first * bags : last * bags + 1]
-            weights_N = None if all_weights is None else all_weights[start:end]
-            parts.append(Occurrences(index_N[start:end], offsets - start if start else offsets, weights_N))
-        return parts
-
-    # ---- slots and kernels ---------------------------------------------------------------------------------------
-
-    def _make_kernel(self, tables: Sequence[ShardTable]) -> LookupKernel:
-        owners = tuple(t for t, table in enumerate(tables) for _ in range(table.num_features))
-        return make_kernel(
-            KernelSpec(
-                tables=tuple(KernelTable(name=t.name, dim=t.layout.dim, num_slots=t.placed.num_slots) for t in tables),
-                feature_table=owners,
-                optimizer=tables[0].optimizer,
-                is_weighted=self._is_weighted,
-                device=self._device,
-                row_type=tables[0].spec.row_type,
-                is_pooled=self.is_pooled,
-            ),
-            tables[0].kernel,
-        )
-
-    def _slot_arrays(self, table: int) -> SlotArrays:
-        kernel, index = self._place_of_table[table]
-        return self._kernels[kernel].slot_arrays(index)
-
-    def _weights(self, table: int) -> Tensor:
-        """The slots' weights, of the table's type."""
-        spec = self._tables[table].spec
-        return spec.row_type.values(self._slot_arrays(table).weights, spec.dim)
 
     def _publish_slots(self, table: int) -> None:
         """Tell the group, and those who hold the parameter, where a table's slots are."""
-        arrays = self._slot_arrays(table)
-        self._params[table].data = self._weights(table)
+        arrays = self.table_kernels.slot_arrays(table)
+        self._params[table].data = self.table_kernels.weights(table)
         self.log.swapper.slots_are_at(arrays)
         if self._backend.is_host_memory:
             self._group.bind_slots(table, *arrays)

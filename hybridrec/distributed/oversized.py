@@ -25,22 +25,12 @@ from torch import Tensor
 from hybridrec.backend import DeviceBackend
 from hybridrec.cache import BatchTransaction, TransactionLog
 from hybridrec.cache.staging import StreamCopies
+from hybridrec.distributed.table_kernels import Occurrences, TableKernels
 from hybridrec.kernels.base import LookupKernel
 from hybridrec.types import SlotArrays
 
 TRANSIENT_BYTES = 64 << 20
 """Of transient slots for all tables of a collection, unless one sample needs more."""
-
-
-class Occurrences(NamedTuple):
-    """What one kernel looks up in a batch, in host memory; F features, B samples."""
-
-    index_N: Tensor
-    """int64 [N]: number of the row among the unique rows of its table."""
-    offsets: Tensor
-    """int64 [F * B + 1]"""
-    weights_N: Tensor | None
-    """float32 [N]"""
 
 
 @dataclass(frozen=True)
@@ -88,25 +78,23 @@ class PassLookup:
 
     def __init__(
         self,
-        kernels: Sequence[LookupKernel],
-        place_of_table: Sequence[tuple[int, int]],
+        tables: TableKernels,
         log: TransactionLog,
         backend: DeviceBackend,
         device: torch.device,
     ) -> None:
         """
         Args:
-            kernels: Whose slots hold the resident rows.
-            place_of_table: [T] x (kernel, table within it).
+            tables: Whose slots hold the resident rows.
             log: Of the shards.
             backend: Of the device.
             device: Where the kernels are.
         """
-        self._kernels, self._log, self._device = kernels, log, device
+        self._kernels, self._log, self._device = tables.kernels, log, device
         self._copies = StreamCopies(backend, device)
-        self._tables_of_kernel = [[t for t, (k, _) in enumerate(place_of_table) if k == i] for i in range(len(kernels))]
-        self._transient: list[LookupKernel | None] = [None] * len(kernels)
-        self._num_tables = len(place_of_table)
+        self._tables_of_kernel = tables.tables_of_kernel
+        self._transient: list[LookupKernel | None] = [None] * len(tables.kernels)
+        self._num_tables = len(tables.tables)
         self.transient_bytes = TRANSIENT_BYTES
         """How much memory transient slots take; a sample that needs more gets more."""
         self._num_forwards = 0

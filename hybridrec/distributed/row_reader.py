@@ -10,6 +10,7 @@ from torch import Tensor
 from hybridrec.backend import DeviceBackend
 from hybridrec.cache import TransactionLog
 from hybridrec.cache.staging import StreamCopies
+from hybridrec.distributed.table_kernels import TableKernels
 from hybridrec.kernels.base import LookupKernel
 
 
@@ -21,42 +22,39 @@ class RowReader:
 
     def __init__(
         self,
-        kernels: Sequence[LookupKernel],
-        place_of_table: Sequence[tuple[int, int]],
+        tables: TableKernels,
         log: TransactionLog,
         backend: DeviceBackend,
         device: torch.device,
     ) -> None:
         """
         Args:
-            kernels: Whose slots hold the resident rows.
-            place_of_table: [T] x (kernel, table within it).
+            tables: Whose slots hold the resident rows.
             log: Of the shards.
             backend: Of the device.
             device: Where the kernels are.
         """
-        self._kernels, self._place_of_table = kernels, list(place_of_table)
+        self._tables = tables
         self._log, self._backend, self._device = log, backend, device
         self._readers: list[LookupKernel] = []
         self.copies = StreamCopies(backend, device)
         """For what is looked up in the rows that were read."""
 
-    def read(self, keys_N: Tensor, feature_offsets: Tensor, feature_table: Tensor) -> tuple[Tensor, list[LookupKernel]]:
+    def read(self, keys_N: Tensor, feature_offsets: Tensor) -> tuple[Tensor, list[LookupKernel]]:
         """
         Args:
             keys_N: int64 [N], host memory.
             feature_offsets: int64 [F + 1], host memory.
-            feature_table: int64 [F], host memory.
 
         Returns:
             int64 [N], host memory: where each key's row is; and the kernels that have them, one for each given.
         """
         group = self._log.group
-        index_N, counts = torch.empty_like(keys_N), torch.empty(len(self._place_of_table), dtype=torch.int64)
-        handle = group.read_plan(keys_N, feature_offsets, feature_table, index_N, counts)
+        index_N, counts = torch.empty_like(keys_N), torch.empty(len(self._tables.tables), dtype=torch.int64)
+        handle = group.read_plan(keys_N, feature_offsets, self._tables.feature_table, index_N, counts)
         try:
             readers = self._readers_for(counts.tolist())
-            buffers = [readers[k].slot_arrays(t).weights for k, t in self._place_of_table]
+            buffers = [readers[k].slot_arrays(t).weights for k, t in self._tables.place_of_table]
             if self._backend.is_host_memory:
                 group.read_rows(handle, buffers, host_only=False)
             else:
@@ -76,19 +74,17 @@ class RowReader:
         for t, (rows, buffer) in enumerate(zip(placed, buffers, strict=False)):
             buffer[: rows.shape[0]].copy_(rows)
             positions, slots = placed[len(buffers) + 2 * t : len(buffers) + 2 * t + 2]
-            kernel, table = self._place_of_table[t]
-            weights = self._kernels[kernel].slot_arrays(table).weights
-            buffer.index_copy_(0, positions, weights.index_select(0, slots))
+            buffer.index_copy_(0, positions, self._tables.slot_arrays(t).weights.index_select(0, slots))
         self._log.read_until(self._backend.record_event(stream))
 
     def _readers_for(self, counts: Sequence[int]) -> list[LookupKernel]:
         """Kernels with room for so many rows of each table."""
-        sizes: list[list[int]] = [[] for _ in self._kernels]
-        for (kernel, _), count in zip(self._place_of_table, counts, strict=True):
+        sizes: list[list[int]] = [[] for _ in self._tables.kernels]
+        for (kernel, _), count in zip(self._tables.place_of_table, counts, strict=True):
             sizes[kernel].append(count)
         if not self._readers:
             self._readers = [
-                kernel.reader([max(1, n) for n in s]) for kernel, s in zip(self._kernels, sizes, strict=True)
+                kernel.reader([max(1, n) for n in s]) for kernel, s in zip(self._tables.kernels, sizes, strict=True)
             ]
         for reader, wanted in zip(self._readers, sizes, strict=True):
             have = [t.num_slots for t in reader.spec.tables]

@@ -24,7 +24,7 @@ class SequenceLookup(PooledLookup):
     @property
     def _row_dims(self) -> list[int]:
         """Columns of the rows of each kernel."""
-        return [kernel.spec.tables[0].dim for kernel in self._kernels]
+        return [kernel.spec.tables[0].dim for kernel in self.kernels]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """What the kernels gave, as one tensor: float32 [cells, columns of a cell]; [N, D] if all have D columns."""
@@ -34,7 +34,7 @@ class SequenceLookup(PooledLookup):
     def split(self, batch: MappedBatch, output: Tensor) -> tuple[Tensor, ...]:
         """The parts of the kernels in something like the output of a batch."""
         dims, cell = self._row_dims, math.gcd(*self._row_dims)
-        counts = batch.feature_offsets[self._first_feature].diff().tolist()
+        counts = batch.feature_offsets[self.table_kernels.first_feature].diff().tolist()
         parts = output.split([count * dim // cell for count, dim in zip(counts, dims, strict=True)])
         return tuple(part.reshape(-1, dim) for part, dim in zip(parts, dims, strict=True))
 

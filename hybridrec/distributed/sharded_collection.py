@@ -39,7 +39,8 @@ from hybridrec.distributed.from_plan import shard_from_plan
 from hybridrec.distributed.fused_optimizer import HashCollectionOptimizer, HashFusedOptimizer
 from hybridrec.distributed.host_thread import settle_host_thread
 from hybridrec.distributed.input_dist import FeatureOrder
-from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.distributed.mapped_batch import MappedBatch
 from hybridrec.distributed.routing import Routing, TablePart
 from hybridrec.distributed.rows_state_dict import put_rows, take_rows, unexpected_keys
 from hybridrec.distributed.slot_parameter import slot_parameter
@@ -435,7 +436,7 @@ class ShardedHashCollection(
             every._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]  # TorchRec's own
         optimizers = []
         for k, kernel in enumerate(lookup.kernels):
-            params = {names[t]: lookup.slot_parameters[t] for t in lookup.kernel_tables(k)}
+            params = {names[t]: lookup.slot_parameters[t] for t in lookup.table_kernels.tables_of_kernel[k]}
             optimizers.append(HashFusedOptimizer(kernel, params))
         self._optimizer = HashCollectionOptimizer(optimizers, lookup.gradients)
 

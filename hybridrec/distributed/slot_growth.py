@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from hybridrec.backend import DeviceBackend
 from hybridrec.cache import TransactionLog
 from hybridrec.distributed.placement import Placement
-from hybridrec.distributed.shard_table import ShardTable
+from hybridrec.distributed.table_kernels import TableKernels
 from hybridrec.errors import CapacityError, StateError
-from hybridrec.kernels.base import LookupKernel
 
 logger = logging.getLogger("hybridrec")
 
@@ -22,9 +21,7 @@ class SlotGrowth:
 
     def __init__(
         self,
-        tables: Sequence[ShardTable],
-        kernels: Sequence[LookupKernel],
-        place_of_table: Sequence[tuple[int, int]],
+        tables: TableKernels,
         log: TransactionLog,
         publish: Callable[[int], None],
         backend: DeviceBackend,
@@ -34,26 +31,23 @@ class SlotGrowth:
     ) -> None:
         """
         Args:
-            tables: [T], in the order of the kernels.
-            kernels: Whose slots they are.
-            place_of_table: [T], kernel and table within the kernel.
+            tables: Whose slots they are.
             log: Of the batches that use the slots.
             publish: Tells others where the slots of a table have moved.
             backend: Of the device.
             device: Where the slots are.
             where: The rank, for messages.
         """
-        self._tables, self._kernels, self._place_of_table = tables, kernels, place_of_table
-        self._log, self._publish = log, publish
+        self._tables, self._log, self._publish = tables, log, publish
         self._backend, self._device, self._where = backend, device, where
         # Slots are of the stream that made them, wherever they grow: memory that another stream copies from could be
         # freed, and be given to the training thread, before the copy is over.
         self._stream = backend.current_stream(device)
-        self.num_slots = [table.placed.num_slots for table in tables]
+        self.num_slots = [table.placed.num_slots for table in tables.tables]
         """[T], as they are."""
         self.batches_in_flight = 1
         """How many batches a pipeline wants to have slots at a time: what growing slots make room for."""
-        self._grows = [table.placed.placement is Placement.HOST for table in tables]
+        self._grows = [table.placed.placement is Placement.HOST for table in tables.tables]
         self._wanted: dict[int, int] = {}
 
     def fits_without_pins(self, table: int, needed: int) -> bool:
@@ -81,13 +75,13 @@ class SlotGrowth:
         """
         if table not in self._wanted:
             return False
-        kernel, index = self._place_of_table[table]
-        of_kernel = [t for t, (k, _) in enumerate(self._place_of_table) if k == kernel]
-        if any(self._log.group.counters(t).pins for t in of_kernel):
+        k, index = self._tables.place_of_table[table]
+        kernel = self._tables.kernels[k]
+        if any(self._log.group.counters(t).pins for t in self._tables.tables_of_kernel[k]):
             return False
-        wanted, name = self._wanted[table], self._tables[table].name
+        wanted, name = self._wanted[table], self._tables.tables[table].name
         logger.info("table %r: slots for batches in flight grow to %s", name, f"{wanted:,}")
-        sizes = [t.num_slots for t in self._kernels[kernel].spec.tables]
+        sizes = [t.num_slots for t in kernel.spec.tables]
         sizes[index] = wanted
         with self._log.lock:
             try:
@@ -99,10 +93,10 @@ class SlotGrowth:
                 ) from e
             self._backend.synchronize(self._device)  # other streams may still use what moves now; this is rare
             with self._backend.use_stream(self._stream):
-                self._kernels[kernel].resize(sizes)
+                kernel.resize(sizes)
             self._backend.synchronize(self._device)
             self.num_slots[table] = wanted
             del self._wanted[table]
-            for t in of_kernel:
+            for t in self._tables.tables_of_kernel[k]:
                 self._publish(t)
         return True

@@ -275,7 +275,7 @@ def state_of(dmp: DistributedModelParallel) -> list[dict[int, np.ndarray]]:
     group = lookup.log.group
     found = []
     for t in range(len(lookup.tables)):
-        arrays = lookup._slot_arrays(t)
+        arrays = lookup.table_kernels.slot_arrays(t)
         columns = [arrays.weights, *arrays.row_states, *(a.unsqueeze(1) for a in arrays.row_wise_states)]
         in_slots = torch.cat(columns, 1).cpu().numpy()
         keys, rows, _, slots, _ = group.entries(t)

@@ -18,7 +18,7 @@ from torchrec.streamable import Pipelineable
 
 from hybridrec import ConfigError, StateError
 from hybridrec.cache.transaction import TransactionLog
-from hybridrec.distributed.lookup import MappedBatch
+from hybridrec.distributed.mapped_batch import MappedBatch
 from hybridrec.kernels import tbe_kernel
 from hybridrec.kernels.tbe_kernel import TbeKernel
 from tests.distributed.test_pipeline_life import SCENARIO, Run

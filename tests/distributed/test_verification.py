@@ -18,7 +18,8 @@ from hybridrec import ConfigError, StateError
 from hybridrec.cache.swap import HostMemorySwapper
 from hybridrec.cache.transaction import TransactionLog
 from hybridrec.debug import Verification, VerifyError, verified
-from hybridrec.distributed.lookup import MappedBatch, PooledLookup
+from hybridrec.distributed.lookup import PooledLookup
+from hybridrec.distributed.mapped_batch import MappedBatch
 from hybridrec.native import unmix64
 from hybridrec.native.protocol import Plan
 from tests.distributed.oracle import Batch

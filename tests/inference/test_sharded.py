@@ -146,7 +146,7 @@ def refusals(path: str) -> list[str]:
     t = lookup.table_names.index("item")
     keys, _, _, slots, _ = lookup.log.group.entries(t)
     if rank == 1:
-        lookup._slot_arrays(t).weights[int(slots[slots >= 0][0])] = float("nan")
+        lookup.table_kernels.slot_arrays(t).weights[int(slots[slots >= 0][0])] = float("nan")
     with pytest.raises(ConfigError, match="table 'item': the row of id .* cannot be stored as int8") as e:
         freeze(ebc, Path(path, "nan"), dtype="int8")
     messages.append(str(e.value))

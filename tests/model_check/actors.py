@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridrec.cache import TransactionState
-from hybridrec.distributed.lookup import MappedBatch
+from hybridrec.distributed.mapped_batch import MappedBatch
 from hybridrec.distributed.verdict import Withdrawn
 from hybridrec.errors import CapacityError
 from tests.model_check.case import CheckedBatch

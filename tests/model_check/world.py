@@ -87,7 +87,7 @@ class World:
         self._unseen: list[tuple[Tensor, Tensor, str]] = []
         if has_canary:
             for t in range(len(case.tables)):
-                arrays = self.lookup._slot_arrays(t)
+                arrays = self.lookup.table_kernels.slot_arrays(t)
                 for array in (arrays.weights, *arrays.row_states, *arrays.row_wise_states):
                     array.fill_(torch.nan) if tier == "npu" else poison(array)
         if tier == "npu":
@@ -164,7 +164,7 @@ class World:
         if not self._has_canary or self.tier == "npu":
             return
         for t in range(len(self.case.tables)):
-            arrays = self.lookup._slot_arrays(t)
+            arrays = self.lookup.table_kernels.slot_arrays(t)
             is_free = torch.ones(arrays.weights.shape[0], dtype=torch.bool)
             slots = torch.from_numpy(np.asarray(self.group.entries(t)[3]).copy())
             is_free[slots[slots >= 0]] = False
@@ -227,7 +227,7 @@ class World:
             raise WrongSchedule(
                 f"table {name}: scores {dict(zip(ids, scores, strict=True))}, not {self.oracle.live(t)}"
             )
-        arrays = self.lookup._slot_arrays(place)
+        arrays = self.lookup.table_kernels.slot_arrays(place)
         columns = [arrays.weights, *arrays.row_states, *(a.unsqueeze(1) for a in arrays.row_wise_states)]
         in_slots = torch.cat(columns, 1).cpu().numpy()
         records = np.empty((len(ids), in_slots.shape[1]), np.float32)
