@@ -57,7 +57,7 @@ ALL_DEVICE = "all device"
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]
+class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec is untyped
     """Ids and labels."""
 
     features: KeyedJaggedTensor

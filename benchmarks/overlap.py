@@ -59,7 +59,7 @@ WARM_UP = 4
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]
+class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec is untyped
     """Ids and labels."""
 
     features: KeyedJaggedTensor

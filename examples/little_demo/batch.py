@@ -20,7 +20,7 @@ class DataError(ValueError):
 
 
 @dataclass
-class Batch(Pipelineable):  # type: ignore[misc]
+class Batch(Pipelineable):  # type: ignore[misc]  # TorchRec is untyped
     """Some rows of one rank."""
 
     dense: Tensor

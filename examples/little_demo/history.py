@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
 
 if TYPE_CHECKING:
     from hybridrec import TableStats

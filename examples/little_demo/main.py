@@ -22,7 +22,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm  # type: ignore[import-untyped]  # it has no types
 
 from examples.little_demo.batch import Batch, DataError, DataSet, Share, choose_num_workers, load
 from examples.little_demo.criteo import Criteo

@@ -84,7 +84,7 @@ def with_schedules() -> None:
     losses = []
     for model, own in zip(both(attach_one_each), data(STEPS), strict=True):
         optimizer = optimizer_of(model)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)  # type: ignore[arg-type]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)  # type: ignore[arg-type]  # keyed
         losses.append(train(model, optimizer, own, scheduler))
     close("losses under StepLR", *losses)
     losses = []
