@@ -21,6 +21,7 @@ from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.loading import Loaded, load
 from hybridrec.checkpoint.saving import Saving, save
 from hybridrec.checkpoint.snapshot import latest
+from hybridrec.checkpoint.writer_lock import WriterLock
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.watchdog import watched
@@ -79,7 +80,8 @@ class Checkpointer:
         Raises:
             ConfigError: ``every`` or ``delta_every`` is not positive, or ``delta_every`` not below ``every``; or
                 SIGTERM is to be taken over on another thread than the main one. Nothing was locked.
-            StateError: Another job writes its snapshots to ``path``.
+            StateError: Another job writes its snapshots to ``path``, or this process has a `Checkpointer` for it, by
+                whatever path, that is not closed.
         """
         _check_batches(every=every, delta_every=delta_every)
         if stops_on_sigterm and threading.current_thread() is not threading.main_thread():
@@ -87,7 +89,7 @@ class Checkpointer:
                 f"Checkpointer on thread {threading.current_thread().name!r}: only the main thread can take over "
                 "SIGTERM. Make it there, or pass stops_on_sigterm=False."
             )
-        self._path, self._model, self._optimizer, self._pipeline = Path(path), model, optimizer, pipeline
+        self._path, self._model, self._optimizer, self._pipeline = Path(path).absolute(), model, optimizer, pipeline
         self._every, self._delta_every, self._keep = every, delta_every, keep
         self._seen = pipeline.batches_committed
         self._host_group = host_group = next(iter(hashed_collections(model).values())).host_group
@@ -115,7 +117,7 @@ class Checkpointer:
         """Whether the job was asked to end: a snapshot was written, and the loop should."""
         self.loaded: Loaded | None = None
         """What `resume` found."""
-        self._locks_folder = False
+        self._lock: WriterLock | None = None
         with watched(host_group, "open snapshots"), self._ranks.together():
             self._lock_folder()
         self._former = signal.signal(signal.SIGTERM, self._ask) if stops_on_sigterm else None
@@ -153,17 +155,15 @@ class Checkpointer:
         if self._takes_signal:
             self._takes_signal = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._former is None else self._former)
-        if self._locks_folder:
-            self._locks_folder = False
-            writer_lock.release(self._path)
+        if self._lock is not None:
+            self._lock.release()
 
     def _lock_folder(self) -> None:
         if self._ranks.rank != 0:
             return
         with contextlib.suppress(OSError):  # one that cannot be written can be resumed from; `save` says what is wrong
             self._path.mkdir(parents=True, exist_ok=True)
-            writer_lock.acquire(self._path)
-            self._locks_folder = True
+            self._lock = writer_lock.acquire(self._path, sole="Checkpointer")
 
     def resume(self) -> int:
         """Load the newest snapshot with its deltas, if there is one: how many batches are behind us.

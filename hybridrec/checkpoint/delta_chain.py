@@ -20,6 +20,7 @@ from hybridrec.checkpoint.manifest import (
     read_json,
 )
 from hybridrec.checkpoint.snapshot import DELTAS
+from hybridrec.checkpoint.writer_lock import WriterLock
 from hybridrec.errors import StateError
 
 DELTA_FORMAT = 2
@@ -93,20 +94,33 @@ class ChainEndedError(StateError):
     """There is no chain that a delta could be added to; a snapshot begins a new one."""
 
 
-def begin_delta(snapshot: Path, number: int) -> str:
-    """Make the folder in which a delta is written; its name. On one rank."""
-    remove_unfinished(snapshot)
+def begin_delta(snapshot: Path, number: int, lock: WriterLock) -> str:
+    """Make the folder in which a delta is written; its name. On one rank.
+
+    What is left of deltas that were not written to their end is removed.
+
+    Raises:
+        StateError: This process is writing a delta of the snapshot already; names it.
+        OSError: It cannot be made.
+    """
     folder = unfinished_delta(snapshot, number)
+    for other in folder.parent.glob(f"{_UNFINISHED}*"):
+        if lock.is_written(_name_in_root(other)):
+            raise StateError(
+                f"save_delta: this process is writing {other.name.removeprefix(_UNFINISHED)} of {folder.parent} "
+                "already, by another DeltaWriter. Call finish() of that one first."
+            )
+        remove_folder(other)
     folder.parent.mkdir(exist_ok=True)
     sync_folder(snapshot)
     folder.mkdir()
+    lock.write(_name_in_root(folder))
     return folder.name
 
 
-def remove_unfinished(snapshot: Path) -> None:
-    """What is left of deltas that were not written to their end. On one rank."""
-    for left_over in (snapshot / DELTAS).glob(f"{_UNFINISHED}*"):
-        remove_folder(left_over)
+def _name_in_root(folder: Path) -> str:
+    """Of a delta, in the folder of snapshots."""
+    return "/".join(folder.parts[-3:])
 
 
 def why_not_next(snapshot: Path, number: int, digest: str) -> str:

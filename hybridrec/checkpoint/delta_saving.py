@@ -16,11 +16,10 @@ from hybridrec.checkpoint.delta_chain import (
     begin_delta,
     delta_folder,
     publish_delta,
-    remove_unfinished,
     unfinished_delta,
 )
 from hybridrec.checkpoint.entries import folder_name
-from hybridrec.checkpoint.files import write_file
+from hybridrec.checkpoint.files import remove_folder, write_file
 from hybridrec.checkpoint.manifest import FileEntry
 from hybridrec.checkpoint.saving import RankPart, Saving
 
@@ -44,22 +43,16 @@ class DeltaSaving(Saving):
 
     def __init__(self, place: DeltaPlace, *arguments: Any, **keywords: Any) -> None:
         """``place``: of the delta; everything else: see `Saving`."""
-        self._place, self._has_lock = place, False
+        self._place = place
         super().__init__(place.snapshot.parent, *arguments, **keywords)
 
     def _open(self) -> str:
-        writer_lock.acquire(self._root)
-        self._has_lock = True
+        self._lock = writer_lock.acquire(self._root)
         try:
-            return begin_delta(self._place.snapshot, self._place.number)
+            return begin_delta(self._place.snapshot, self._place.number, self._lock)
         except BaseException:
             self._release()
             raise
-
-    def _release(self) -> None:
-        if self._has_lock:
-            self._has_lock = False
-            writer_lock.release(self._root)
 
     def _unfinished(self) -> Path:
         return unfinished_delta(self._place.snapshot, self._place.number)
@@ -89,11 +82,9 @@ class DeltaSaving(Saving):
 
     def _show(self, manifest: DeltaManifest) -> None:
         publish_delta(self._place.snapshot, manifest)
-        self._release()
 
     def _published(self) -> Path:
         return delta_folder(self._place.snapshot, self._place.number)
 
     def _discard(self) -> None:
-        remove_unfinished(self._place.snapshot)
-        self._release()
+        remove_folder(self._unfinished())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridrec.checkpoint.delta_chain import ChainEndedError, remove_unfinished, why_not_next
+from hybridrec.checkpoint.delta_chain import ChainEndedError, why_not_next
 from hybridrec.checkpoint.delta_saving import DeltaPlace, DeltaSaving
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.loading import Loaded, load_point
@@ -88,7 +88,7 @@ class DeltaWriter:
         """
         if isinstance(max_removed, bool) or not isinstance(max_removed, int) or not 0 <= max_removed < 2**32:
             raise ConfigError(f"DeltaWriter: max_removed={max_removed!r}. Pass a number of ids, 0 to 2^32 - 1.")
-        self._root, self._model, self._optimizer, self._pipeline = Path(path), model, optimizer, pipeline
+        self._root, self._model, self._optimizer, self._pipeline = Path(path).absolute(), model, optimizer, pipeline
         self._keep, self._max_removed, self._group = keep, max_removed, group
         self._collections = hashed_collections(model)
         self._host_group = next(iter(self._collections.values())).host_group
@@ -190,7 +190,8 @@ class DeltaWriter:
 
     def close(self) -> None:
         """End the chain: ids that leave are not kept any more. What was started and not finished is given up."""
-        self._end, self._why_ended, self._written = None, "the writer was closed", None
+        self.give_up()
+        self._end, self._why_ended = None, "the writer was closed"
         self._stop_logs()
 
     # ---- the chain ---------------------------------------------------------------------------------------------------
@@ -202,9 +203,6 @@ class DeltaWriter:
         if everyone != {(c.name, table.name) for c in point.collections for table in c.tables}:
             self._end_chain("tables, or columns of them, are on other ranks than those of the snapshot")
             return
-        with ranks.together():
-            if ranks.rank == 0:
-                remove_unfinished(point.snapshot)
         self._open_logs(ranks)
         self._carried = {}
         self._end = _End(

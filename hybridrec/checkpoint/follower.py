@@ -32,7 +32,7 @@ class Follower:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._lock = threading.Lock()
         self._storages: dict[Key, RowStorage] = {}
         self._now: FollowedTables | None = None

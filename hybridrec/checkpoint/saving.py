@@ -26,6 +26,7 @@ from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import sync_folder, sync_tree, write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, Manifest
 from hybridrec.checkpoint.sharded import ShardedWriter
+from hybridrec.checkpoint.writer_lock import WriterLock
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.sharded_tensors import optimizer_steps
@@ -129,7 +130,8 @@ class Saving:
         """
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ConfigError(f"save: keep={keep!r}. Pass how many snapshots to keep, 1 or more, or None for all.")
-        self._root, self._keep = Path(path), keep
+        self._root, self._keep = Path(path).absolute(), keep
+        self._lock: WriterLock | None = None
         self._collections = hashed_collections(model)
         self._host_group = next(iter(self._collections.values())).host_group
         self._group = group or self._host_group
@@ -227,6 +229,7 @@ class Saving:
         except BaseException:
             self._give_up()
             raise
+        self._release()
         return self._published()
 
     def give_up(self) -> None:
@@ -259,8 +262,9 @@ class Saving:
     # ---- what a delta does otherwise ---------------------------------------------------------------------------------
 
     def _open(self) -> str:
-        """Make the folder in which is written; a name for it. On one rank."""
-        return snapshot.begin(self._root, self._step)
+        """Make the folder in which is written, and lock what it is in; a name for it. On one rank."""
+        name, self._lock = snapshot.begin(self._root, self._step)
+        return name
 
     def _unfinished(self) -> Path:
         """Where that folder is."""
@@ -318,10 +322,16 @@ class Saving:
         for rows in self._rows.values():
             rows.close()
 
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
     def _give_up(self) -> None:
         self._close()
-        if self._rank == 0:
+        if self._lock is not None:  # of rank 0, until it is released
             self._discard()
+        self._release()
 
     def _copies(self, model: nn.Module, optimizer: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """What this rank has beside rows, and what rank 0 has for all, as it is now."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from hybridrec.checkpoint import writer_lock
 from hybridrec.checkpoint.files import REMOVED, remove_folder, replace_file
 from hybridrec.checkpoint.manifest import MANIFEST
+from hybridrec.checkpoint.writer_lock import WriterLock
 from hybridrec.errors import StateError
 
 _UNFINISHED = ".unfinished_"
@@ -20,8 +21,6 @@ DELTAS = "deltas"
 """Folder in a snapshot; see `delta_chain`."""
 _TICK_NS = 2 * 10**9
 """What every file system can tell apart."""
-_being_written: set[Path] = set()
-"""Folders of this process that are not left over."""
 
 
 def latest(path: str | Path) -> Path | None:
@@ -76,10 +75,11 @@ def resolve(path: str | Path) -> Path:
     return found
 
 
-def begin(root: Path, step: int) -> str:
-    """Make the folder in which a snapshot of a step is written; the name that it will have. On one rank.
+def begin(root: Path, step: int) -> tuple[str, WriterLock]:
+    """Make the folder in which a snapshot of a step is written: the name that it will have, and the lock. On one rank.
 
-    What jobs that were killed left behind is removed. Until `publish` or `give_up` no other job writes here.
+    What jobs that were killed left behind is removed. Until the lock is released, which is to be done after `publish`
+    or `give_up`, no other job writes here.
 
     Raises:
         StateError: Another job writes here, or something else has the place of what names the newest snapshot.
@@ -90,20 +90,20 @@ def begin(root: Path, step: int) -> str:
         raise StateError(
             f"{root / _LATEST} is a folder; save() keeps the name of the newest snapshot in a file there. Move it away."
         )
-    writer_lock.acquire(root)
+    lock = writer_lock.acquire(root)
     try:
         for left_over in (*root.glob(f"{_UNFINISHED}*"), *root.glob(f"{REMOVED}*")):
-            if left_over not in _being_written:
+            if not lock.is_written(left_over.name):
                 remove_folder(left_over)
         taken = [_numbers(p.name.removeprefix(_UNFINISHED)) for p in root.iterdir()]
         number = 1 + max((again for other, again in taken if other == step), default=0)
         name = f"step_{step:012d}" + (f"_{number}" if number > 1 else "")
         unfinished(root, name).mkdir()
     except BaseException:
-        writer_lock.release(root)
+        lock.release()
         raise
-    _being_written.add(unfinished(root, name))
-    return name
+    lock.write(unfinished(root, name).name)
+    return name, lock
 
 
 def unfinished(root: Path, name: str) -> Path:
@@ -114,10 +114,9 @@ def unfinished(root: Path, name: str) -> Path:
 def give_up(root: Path, name: str) -> None:
     """Remove what was written of a snapshot. On one rank."""
     remove_folder(unfinished(root, name))
-    _end_writing(root, name)
 
 
-def publish(root: Path, name: str, keep: int | None) -> Path:
+def publish(root: Path, name: str, keep: int | None) -> None:
     """Make a written snapshot visible, by one rename, and the newest; let go of those beyond ``keep``. On one rank."""
     _put_last(unfinished(root, name) / MANIFEST, snapshots(root))
     os.replace(unfinished(root, name), root / name)
@@ -126,8 +125,6 @@ def publish(root: Path, name: str, keep: int | None) -> Path:
         others = [p for p in snapshots(root) if p.name != name]
         for old in others[: max(0, len(others) + 1 - keep)]:
             remove_folder(old)
-    _end_writing(root, name)
-    return root / name
 
 
 def _put_last(manifest: Path, others: list[Path]) -> None:
@@ -136,9 +133,3 @@ def _put_last(manifest: Path, others: list[Path]) -> None:
     newest = (others[-1] / MANIFEST).stat().st_mtime_ns if others else 0
     if status.st_mtime_ns < newest:
         os.utime(manifest, ns=(status.st_atime_ns, newest + _TICK_NS))
-
-
-def _end_writing(root: Path, name: str) -> None:
-    if unfinished(root, name) in _being_written:
-        _being_written.discard(unfinished(root, name))
-        writer_lock.release(root)

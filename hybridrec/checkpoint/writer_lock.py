@@ -6,8 +6,9 @@ import errno
 import logging
 import os
 import socket
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridrec.errors import StateError
@@ -27,34 +28,77 @@ _NAME = ".writer"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Held:
-    descriptor: int
-    count: int = 1
+    """One folder that this process writes into; its parts share the lock, which does not tell them apart."""
+
+    path: Path
+    """Of the lock's file."""
+    descriptor: int | None
+    """None: the system has no locks."""
+    count: int = 0
+    has_sole: bool = False
+    being_written: set[str] = field(default_factory=set)
 
 
-_held: dict[Path, _Held] = {}
-"""By this process; record locks do not tell its own parts from each other."""
+_held: dict[tuple[int, int], _Held] = {}
+"""By device and number of the folder: it may have several paths."""
+_guard = threading.Lock()
+"""Of the above: what is given up in the background lets go on its thread."""
 
 
-def acquire(root: Path) -> None:
-    """Become the job that writes into a folder, which exists; as often as `release` is called. On one rank.
+class WriterLock:
+    """The right of one part of this process to write into a folder, until `release`."""
 
-    Where the file system has no locks nothing happens.
+    def __init__(self, folder: tuple[int, int], held: _Held, *, is_sole: bool) -> None:
+        """See `acquire`."""
+        self._folder, self._held, self._is_sole = folder, held, is_sole
+        self._written, self._is_released = "", False
+
+    def is_written(self, name: str) -> bool:
+        """Whether a part of this process writes something; else it is left over by a job before."""
+        return name in self._held.being_written
+
+    def write(self, name: str) -> None:
+        """Tell that this part writes something, until `release`: one path in the folder."""
+        self._written = name
+        self._held.being_written.add(name)
+
+    def release(self) -> None:
+        """Let go; legal more than once, and on any thread."""
+        with _guard:
+            if self._is_released:
+                return
+            self._is_released, held = True, self._held
+            held.being_written.discard(self._written)
+            held.count -= 1
+            held.has_sole = held.has_sole and not self._is_sole
+            if held.count:
+                return
+            del _held[self._folder]
+            if held.descriptor is not None:
+                if _is_named(held.path, held.descriptor):  # the folder may be another one now
+                    held.path.unlink(missing_ok=True)  # before the lock ends: whoever has it open sees that it is gone
+                os.close(held.descriptor)
+
+
+def acquire(root: Path, *, sole: str = "") -> WriterLock:
+    """Become the job that writes into a folder, which exists. On one rank.
+
+    Where the file system has no locks other jobs are not kept out.
+
+    Args:
+        root: The folder, by any of its paths.
+        sole: What asks, if this process may have only one of its kind for the folder.
 
     Raises:
-        StateError: Another job writes there, and goes on; names it.
+        StateError: Another job writes there, and goes on; or this process has one that asked so. Names it.
         OSError: The lock's file cannot be made.
     """
-    path = root.resolve() / _NAME
-    held = _held.get(path)
-    if held is not None:
-        held.count += 1
-        return
-    if fcntl is None:
-        return
+    status = root.stat()
+    folder, path = (status.st_dev, status.st_ino), root.resolve() / _NAME
     start, is_told = time.monotonic(), False
-    while (descriptor := _try(path)) is None:
+    while (lock := _acquired(root, folder, path, sole)) is None:
         waited = time.monotonic() - start
         if waited >= LOCK_SECONDS:
             raise StateError(
@@ -65,20 +109,26 @@ def acquire(root: Path) -> None:
             is_told = True
             logger.warning("%s: waiting for another job, which writes here: %s.", root, _holder(path))
         time.sleep(_POLL_SECONDS)
-    _held[path] = _Held(descriptor)
+    return lock
 
 
-def release(root: Path) -> None:
-    """Undo one `acquire`."""
-    path = root.resolve() / _NAME
-    held = _held.get(path)
-    if held is None:
-        return
-    held.count -= 1
-    if not held.count:
-        del _held[path]
-        path.unlink(missing_ok=True)  # before the lock ends: whoever has it open sees that its name is gone
-        os.close(held.descriptor)
+def _acquired(root: Path, folder: tuple[int, int], path: Path, sole: str) -> WriterLock | None:
+    """None: another process has it."""
+    with _guard:
+        held = _held.get(folder)
+        if held is None:
+            descriptor = None if fcntl is None else _try(path)
+            if descriptor is None and fcntl is not None:
+                return None
+            held = _held[folder] = _Held(path=path, descriptor=descriptor)
+        elif sole and held.has_sole:
+            raise StateError(
+                f"{root}: this process has a {sole} for this folder ({path.parent}) already. Close that one first, or "
+                "give this one a folder of its own."
+            )
+        held.count += 1
+        held.has_sole = held.has_sole or bool(sole)
+        return WriterLock(folder, held, is_sole=bool(sole))
 
 
 def _try(path: Path) -> int | None:

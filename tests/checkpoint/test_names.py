@@ -16,11 +16,13 @@ from hybridrec.checkpoint.manifest import MANIFEST
 
 def publish(root: Path, step: int, keep: int | None, second: int) -> str:
     """A snapshot without contents, finished at a second."""
-    name = snapshot.begin(root, step)
+    name, lock = snapshot.begin(root, step)
     manifest = snapshot.unfinished(root, name) / MANIFEST
     manifest.touch()
     os.utime(manifest, ns=(second * 10**9, second * 10**9))
-    return snapshot.publish(root, name, keep).name
+    snapshot.publish(root, name, keep)
+    lock.release()
+    return name
 
 
 def names(root: Path) -> list[str]:

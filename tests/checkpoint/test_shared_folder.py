@@ -23,8 +23,8 @@ from tests.ranks import RankPools
 SCENARIO = Scenario(optimizer="adagrad", steps=9, ids_per_table=30)
 OTHER_JOB = (
     "import sys, time; from pathlib import Path; from hybridrec.checkpoint import writer_lock;"
-    "writer_lock.acquire(Path(sys.argv[1])); print('writes', flush=True); time.sleep(float(sys.argv[2]));"
-    "writer_lock.release(Path(sys.argv[1])); time.sleep(100.0)"
+    "lock = writer_lock.acquire(Path(sys.argv[1])); print('writes', flush=True); time.sleep(float(sys.argv[2]));"
+    "lock.release(); time.sleep(100.0)"
 )
 
 
@@ -107,8 +107,7 @@ def test_a_killed_job_keeps_nothing_locked_although_its_children_live(tmp_path: 
             job.send_signal(signal.SIGKILL)
             job.wait()
             with mock.patch.object(writer_lock, "LOCK_SECONDS", 0.0):
-                writer_lock.acquire(tmp_path)
-            writer_lock.release(tmp_path)
+                writer_lock.acquire(tmp_path).release()
         finally:
             os.kill(worker, signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
@@ -121,11 +120,11 @@ from hybridrec.checkpoint import writer_lock
 root = Path(sys.argv[1])
 writer_lock._POLL_SECONDS = 0.001
 for _ in range(50):
-    writer_lock.acquire(root)
+    lock = writer_lock.acquire(root)
     number = int((root / "number").read_text())
     time.sleep(0.001)
     (root / "number").write_text(str(number + 1))
-    writer_lock.release(root)
+    lock.release()
 """
 
 
@@ -139,8 +138,7 @@ def test_there_is_never_more_than_one_writer(tmp_path: Path) -> None:
 
 def test_a_folder_without_locks_is_written_to(tmp_path: Path) -> None:
     with mock.patch.object(writer_lock.fcntl, "lockf", side_effect=OSError(38, os.strerror(38))):
-        writer_lock.acquire(tmp_path)
-        writer_lock.release(tmp_path)
+        writer_lock.acquire(tmp_path).release()
     with (
         mock.patch.object(writer_lock.fcntl, "lockf", side_effect=OSError(5, os.strerror(5))),
         pytest.raises(OSError, match="Input/output"),
@@ -158,7 +156,8 @@ def test_what_a_job_left_half_removed_or_half_written_goes_with_the_next_snapsho
     assert {call.args[0].name for call in rmtree.mock_calls} == {".removed.step_000000000002"}
     assert not (tmp_path / "step_000000000002").exists()
     (tmp_path / ".removed.step_000000000003" / "rows").mkdir(parents=True)
-    name = snapshot.begin(tmp_path, 1)
+    name, lock = snapshot.begin(tmp_path, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".unfinished_step_000000000001", ".writer"]
     snapshot.give_up(tmp_path, name)
+    lock.release()
     assert list(tmp_path.iterdir()) == []
