@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.jitter import delays
 from tests.ranks import RankKind, RankPool, RankPools
 from tools.status_matrix import VERSIONS_OF
 
@@ -21,6 +22,19 @@ hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """An option of our own."""
+    parser.addoption("--jitter", type=int, metavar="SEED", help="random delays in all processes; see tests/README.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make this process, and those that it starts, unlucky if that is asked for."""
+    seed = config.getoption("jitter")
+    if seed is not None:
+        os.environ.update(delays.environment(seed))
+        delays.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -45,9 +45,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not listed where mypy looks
 
-WATCHDOG_SECONDS = 120.0
-"""How long a job may take unless `run` is told otherwise."""
-START_SECONDS = 120.0
+from tests.jitter import delays
+
+WATCHDOG_SECONDS = 240.0
+"""How long a job may take unless `run` is told otherwise: many times what one takes, as machines can be loaded."""
+START_SECONDS = 240.0
 """How long a rank may take to start and to join the process group."""
 STOP_SECONDS = 10.0
 """How long a rank may take to end when asked."""
@@ -55,6 +57,10 @@ ORPHAN_SECONDS = 900.0
 """When a collective gives up by itself: what ends a rank that waits in one while its parent is killed."""
 GRACE_SECONDS = 5.0
 """How long the other ranks may go on once one has failed: long enough to fail by themselves, where they do."""
+DYING_SECONDS = 60.0
+"""How long the system may take until a rank that closed its pipe has an exit code."""
+STACKS_SECONDS = 10.0
+"""How long a rank that hangs may take to write where."""
 
 
 class RankFailure(Exception):
@@ -115,6 +121,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._store: TCPStore | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._dying: set[int] = set()
 
     def run(self, fn: Callable[..., Any], *args: Any, watchdog: float = WATCHDOG_SECONDS, **kwargs: Any) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank and wait for all of them.
@@ -166,6 +173,7 @@ class RankPool:
             rank.connection.close()
             rank.process.close()
         self._ranks = []
+        self._dying.clear()
         self._store = None
         if self._directory is not None:
             self._directory.cleanup()
@@ -209,6 +217,7 @@ class RankPool:
                     has_failed = outcomes[number].error is not None
                 except (EOFError, OSError):  # dead: it has no outcome
                     has_failed = True
+                    self._dying.add(number)
                 if has_failed:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return outcomes
@@ -229,13 +238,17 @@ class RankPool:
 
     def _where(self, number: int) -> str:
         rank = self._ranks[number]
-        rank.process.join(0.2)  # one that closed its pipe is about to have an exit code
+        if number in self._dying:
+            rank.process.join(DYING_SECONDS)
         pid = rank.process.pid
         if pid is None or not rank.process.is_alive():
             return f"it died with exit code {rank.process.exitcode}"
         os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        stacks = rank.stacks.read_text() if rank.stacks.exists() else ""
+        stacks, deadline, is_written = "", time.monotonic() + STACKS_SECONDS, False
+        while not is_written and time.monotonic() < deadline:
+            time.sleep(0.3)
+            before, stacks = stacks, rank.stacks.read_text() if rank.stacks.exists() else ""
+            is_written = stacks != "" and stacks == before
         return f"it hangs here\n{stacks}" if stacks else "it hangs, before it could say where"
 
 
@@ -295,6 +308,7 @@ def _perform(payload: bytes, kind: RankKind) -> _Outcome:
     _end_watches()
     try:
         fn, args, kwargs = pickle.loads(payload)
+        delays.begin(f"{fn.__qualname__} {[arg for arg in args if isinstance(arg, int)]}", dist.get_rank())
         value = fn(*args, **kwargs)
         _call(kind.check)
         return _Outcome(value=value)

@@ -137,7 +137,8 @@ class Saving:
         self._group = group or self._host_group
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._is_given_up = False
+        self._when_it_ends, self._is_given_up, self._is_writing = threading.Lock(), False, False
+        """Whichever of the two changes last sees that what was written has to go: `give_up`, or the thread."""
         self._files: dict[tuple[str, str], FileEntry] = {}
         self._rows: dict[tuple[str, str], ShardRows] = {}
         self._sharded: ShardedWriter | None = None
@@ -175,6 +176,7 @@ class Saving:
 
     def start(self) -> None:
         """Write this rank's part on a thread of its own, which stands back where training needs all cores."""
+        self._is_writing = True
         self._thread = threading.Thread(target=self._write_in_background, name="hybridrec-save", daemon=True)
         self._thread.start()
 
@@ -187,7 +189,10 @@ class Saving:
         if sys.platform == "linux":  # where it is that of the thread, not of the process
             os.nice(_NICENESS)
         self._write(num_threads=1)
-        if self._is_given_up:
+        with self._when_it_ends:
+            self._is_writing = False
+            is_given_up = self._is_given_up
+        if is_given_up:
             self._give_up()
 
     def write(self) -> None:
@@ -234,8 +239,10 @@ class Saving:
 
     def give_up(self) -> None:
         """In place of `finish`, and not collective: what was written is removed, once the thread has ended."""
-        self._is_given_up = True
-        if self.is_written:
+        with self._when_it_ends:
+            self._is_given_up = True
+            is_writing = self._is_writing
+        if not is_writing:
             self._give_up()
 
     def _publish(self, ranks: Ranks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,23 +48,26 @@ def snapshots_at_random_moments(
     rng, world_size = random.Random(seed), dist.get_world_size()
     dmp, pipeline = build(scenario, rng.randint(2, 5), max_rows[world_size])
     batches, group = iter(mine(scenario, all_batches(scenario))), dist.new_group(backend="gloo")
-    losses, steps, evicted, saving, before = [], [], 0, None, 0
+    losses, steps, evicted, saving, before, may_write = [], [], 0, None, 0, threading.Event()
     with pytest.MonkeyPatch.context() as patch, delays(seed):
         patch.setattr(row_export, "CHUNK_BYTES", 200)  # a few rows
-        patch.setattr(files.HashedFile, "write", _slowly(files.HashedFile.write, seed))
+        patch.setattr(files.HashedFile, "write", _slowly(files.HashedFile.write, seed, may_write))
         for step in range(1, scenario.steps + 1):
             losses.append(pipeline.progress(batches).item())
             now, dice = sum(s.evicted for s in dmp.module.ebc.stats()), rng.random()
             evicted += now - before if saving is not None and not saving.is_written else 0
             before = now
+            may_write.set()  # a batch was trained beside it
             if saving is None and dice < 0.5:
                 saving = checkpoint.Saving(path, dmp, pipeline._optimizer, pipeline=pipeline, group=group)
+                may_write.clear()
                 saving.start()
                 steps.append(step)
             elif saving is not None and (dice < 0.3 or step == scenario.steps):
                 saving.finish()
                 saving = None
         if saving is not None:
+            may_write.set()
             saving.finish()
     found, (again, other) = {}, build(scenario, 1, max_rows[world_size])
     for step in steps:
@@ -81,10 +85,11 @@ def load_rows(scenario: Scenario, path: Path, max_rows: int | None = None) -> di
     return {"records": records_of(dmp), "progress": progress, "resident": resident}
 
 
-def _slowly(write: Callable[..., None], seed: int) -> Callable[..., None]:
+def _slowly(write: Callable[..., None], seed: int, may_write: threading.Event) -> Callable[..., None]:
     rng = random.Random(seed)
 
     def slow(file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
+        may_write.wait()
         time.sleep(rng.random() * 0.001)
         write(file, data, rows=rows)
 

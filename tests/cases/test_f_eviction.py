@@ -121,9 +121,9 @@ def test_fb4304_nothing_to_evict_costs_nothing() -> None:
         times = []
         for step in range(60):
             ids = torch.arange(step * batch, (step + 1) * batch)
-            start = time.perf_counter()
+            start = time.process_time()  # of all threads, and of no other process
             plan = table.plan(ids)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
             table.group.commit(plan.ordinal)
         seconds[policy] = min(times)
     assert seconds["evict"] < 5 * seconds["grow"], seconds  # a scan of the rows would take 20 times as long

@@ -199,7 +199,7 @@ def train_beside_a_dump(path: Path) -> tuple[int, bool]:
     batches, trained = iter(mine(ADAM, all_batches(ADAM))), 0
 
     def write(file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
-        may_write.wait(60)
+        may_write.wait(600)
         original(file, data, rows=rows)
 
     pipeline.progress(batches)

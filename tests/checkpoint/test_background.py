@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,44 @@ SCENARIO = Scenario(optimizer="rowwise_adagrad", steps=24, ids_per_table=60)
 
 
 class Slow:
-    """`HashedFile.write` that waits for training to go on: each write lets a batch pass."""
+    """`HashedFile.write` that waits for training to go on: each write lets a batch pass, unless one waits for it."""
 
-    def __init__(self) -> None:
-        self.original = files.HashedFile.write
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.batches = 0
+        """The loop counts them."""
+        self._is_awaited = False
+        write, give_up = files.HashedFile.write, checkpoint.Saving.give_up
 
-    def write(self, file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
-        seen, deadline = self.batches, time.monotonic() + 0.3
-        while file._name.startswith("rows/") and self.batches == seen and time.monotonic() < deadline:
-            time.sleep(0.002)
-        self.original(file, data, rows=rows)
+        def write_late(file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
+            seen = self.batches
+            while file._name.startswith("rows/") and self.batches == seen and not self._is_awaited:
+                time.sleep(0.002)
+            write(file, data, rows=rows)
+
+        def give_up_now(saving: checkpoint.Saving) -> None:
+            self._is_awaited = True
+            give_up(saving)
+
+        def awaited(call: Callable[[checkpoint.Saving], Any]) -> Callable[[checkpoint.Saving], Any]:
+            def now(saving: checkpoint.Saving) -> Any:
+                with self.awaited():
+                    return call(saving)
+
+            return now
+
+        patch.setattr(files.HashedFile, "write", write_late)
+        patch.setattr(checkpoint.Saving, "write", awaited(checkpoint.Saving.write))
+        patch.setattr(checkpoint.Saving, "finish", awaited(checkpoint.Saving.finish))
+        patch.setattr(checkpoint.Saving, "give_up", give_up_now)
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """No batch comes while the caller waits for the writer."""
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
 
 
 def dense_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
@@ -50,11 +78,10 @@ def dense_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
 
 
 def save_in_background(scenario: Scenario, path: Path) -> dict[str, Any]:
-    slow = Slow()
     dmp, pipeline = build(scenario)
     batches, expected, seen = iter(mine(scenario, all_batches(scenario))), {}, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        slow = Slow(patch)
         with checkpoint.Checkpointer(
             path, dmp, pipeline._optimizer, pipeline, every=8, keep=9, in_background=True
         ) as checkpointer:
@@ -88,7 +115,6 @@ def test_it_is_the_state_of_its_step_and_training_goes_on(pools: RankPools, tmp_
 
 
 def end_beside_a_snapshot(scenario: Scenario, path: Path) -> None:
-    slow = Slow()
     dmp, pipeline = build(scenario)
     batches = iter(mine(scenario, all_batches(scenario))[:8])
     with (
@@ -96,7 +122,7 @@ def end_beside_a_snapshot(scenario: Scenario, path: Path) -> None:
         contextlib.suppress(StopIteration),
         checkpoint.Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=8, in_background=True) as checkpointer,
     ):
-        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        Slow(patch)
         while True:
             pipeline.progress(batches)
             checkpointer.after_batch()
@@ -109,7 +135,6 @@ def test_the_end_of_the_data_finishes_what_is_being_written(pools: RankPools, tm
 
 
 def save_at_the_end(scenario: Scenario, path: Path, *, delta_every: int | None) -> None:
-    slow = Slow()
     dmp, pipeline = build(scenario)
     batches = iter(mine(scenario, all_batches(scenario))[:9])
     with (
@@ -118,7 +143,7 @@ def save_at_the_end(scenario: Scenario, path: Path, *, delta_every: int | None) 
             path, dmp, pipeline._optimizer, pipeline, every=8, delta_every=delta_every, keep=1, in_background=True
         ) as checkpointer,
     ):
-        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        Slow(patch)
         try:
             while True:
                 pipeline.progress(batches)
@@ -300,14 +325,14 @@ def test_a_thread_that_stands_back_writes_all_files(pools: RankPools, tmp_path: 
 def save_on_three_threads(scenario: Scenario, path: Path) -> None:
     dmp, pipeline = build(scenario)
     pipeline.progress(iter(mine(scenario, all_batches(scenario))))
-    meeting, original = threading.Barrier(3, timeout=20), files.HashedFile.write
+    meeting, original = threading.Barrier(3, timeout=120), files.HashedFile.write
 
     def write(file: files.HashedFile, data: memoryview, *, rows: int = 0) -> None:
         if rows:
             meeting.wait()
         original(file, data, rows=rows)
 
-    verify, both = points.verify, threading.Barrier(3, timeout=20)
+    verify, both = points.verify, threading.Barrier(3, timeout=120)
 
     def meet_and_verify(folder: Path, file: Any) -> None:
         if file.rows:
@@ -351,10 +376,9 @@ def test_a_snapshot_that_fails_at_the_end_leaves_no_handler_and_no_lock(pools: R
 
 def leave_by_an_error(path: Path) -> list[str]:
     """An error of the loop while rows are written: what is left in the folder a moment later."""
-    slow = Slow()
     dmp, pipeline = build(SCENARIO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        Slow(patch)
         with (
             pytest.raises(KeyError, match="of the loop"),
             checkpoint.Checkpointer(path, dmp, pipeline._optimizer, pipeline, every=1, in_background=True) as writer,
@@ -362,7 +386,7 @@ def leave_by_an_error(path: Path) -> list[str]:
             pipeline.progress(iter(mine(SCENARIO, all_batches(SCENARIO))))
             writer.after_batch()
             raise KeyError("of the loop")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while list(path.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.01)
     return [file.name for file in path.iterdir()]
@@ -370,3 +394,29 @@ def leave_by_an_error(path: Path) -> list[str]:
 
 def test_an_error_of_the_loop_gives_up_what_is_being_written(pools: RankPools, tmp_path: Path) -> None:
     assert pools[1].run(leave_by_an_error, tmp_path) == [[]]
+
+
+def give_up_at_the_end(path: Path) -> list[str]:
+    """The thread has written and looked whether it is wanted, but is still there: what is left in the folder."""
+    dmp, pipeline = build(SCENARIO)
+    pipeline.progress(iter(mine(SCENARIO, all_batches(SCENARIO))))
+    has_looked, may_end, work = threading.Event(), threading.Event(), checkpoint.Saving._write_in_background
+
+    def stay(saving: checkpoint.Saving) -> None:
+        work(saving)
+        has_looked.set()
+        may_end.wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.Saving, "_write_in_background", stay)
+        saving = checkpoint.Saving(path, dmp, pipeline._optimizer, pipeline=pipeline)
+        saving.start()
+        has_looked.wait()
+        saving.give_up()
+        left = [file.name for file in path.iterdir()]
+        may_end.set()
+    return left
+
+
+def test_what_is_given_up_when_it_is_just_written_goes_too(pools: RankPools, tmp_path: Path) -> None:
+    assert pools[1].run(give_up_at_the_end, tmp_path) == [[]]

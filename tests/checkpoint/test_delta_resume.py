@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrec import ConfigError, StateError, checkpoint
-from hybridrec.checkpoint import delta_writer, files
+from hybridrec.checkpoint import delta_writer
 from hybridrec.checkpoint.delta_chain import newest_delta, read_delta
 from hybridrec.checkpoint.manifest import read_manifest
 from tests.checkpoint.runs import build, dense_sum_of, go_on_against_oracle, load_and_go_on, records_of
@@ -208,7 +208,6 @@ def checkpointed(
     stop_at: int = 0,
 ) -> dict[str, Any]:
     """A snapshot every 20 steps, a delta every 4; every point as it was, by its step."""
-    slow = Slow()
     dmp, pipeline = build(scenario, max_rows=160)
     points, losses, errors, logged = {}, [], [], _Logged()
     with (
@@ -226,12 +225,12 @@ def checkpointed(
     ):
         first = checkpointer.resume()
         resumed = everyone(dmp) if first else {}
-        if in_background:
-            patch.setattr(files.HashedFile, "write", lambda file, data, *, rows=0: slow.write(file, data, rows=rows))
+        slow = Slow(patch) if in_background else None
         batches = iter(mine(scenario, all_batches(scenario)[first:]))
         for step in range(first + 1, last + 1):
             losses.append(pipeline.progress(batches).item())
-            slow.batches += 1
+            if slow is not None:
+                slow.batches += 1
             if step == import_at:
                 checkpoint.import_rows(dmp, "user", torch.tensor([5]), torch.ones(1, 8))
             if step == stop_at and dist.get_rank() == dist.get_world_size() - 1:
@@ -239,13 +238,13 @@ def checkpointed(
             if step % 4 == 0 or step == stop_at:
                 pipeline.withdraw()
                 points[step] = everyone(dmp)
-            if in_background and step in (import_at, full_disk_at):
-                wait(checkpointer)  # so that nothing puts off the delta that is due
+            if slow is not None and step in (import_at, full_disk_at):
+                wait(checkpointer, slow)  # so that nothing puts off the delta that is due
             with full_disk(step == full_disk_at):
                 try:
                     checkpointer.after_batch({"step": step})
-                    if in_background and step == full_disk_at:
-                        wait(checkpointer)
+                    if slow is not None and step == full_disk_at:
+                        wait(checkpointer, slow)
                 except StateError as e:
                     errors.append((step, str(e)))
             if checkpointer.is_stopping:
@@ -262,11 +261,12 @@ def checkpointed(
     }
 
 
-def wait(checkpointer: checkpoint.Checkpointer) -> None:
+def wait(checkpointer: checkpoint.Checkpointer, slow: Slow) -> None:
     """Until this rank has written."""
     written = checkpointer._deltas._written
     if written is not None:
-        written.saving._thread.join()
+        with slow.awaited():
+            written.saving._thread.join()
 
 
 class _Logged(logging.Handler):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -50,8 +49,8 @@ def test_a_table_of_few_rows_takes_what_these_take() -> None:
     assert sum(group.counters(t).host_bytes for t in range(NUM_TABLES)) > NUM_TABLES * 2**20  # as accounted: at most
 
 
-def save_and_load_many(path: Path, num_tables: int) -> tuple[float, float, bool]:
-    """(seconds to save, to load, whether all is as it was)."""
+def save_and_load_many(path: Path, num_tables: int) -> bool:
+    """Whether all is as it was."""
     models = [
         sharded([table(f"t{i}", 4, [f"f{i}"]) for i in range(num_tables)], optimizer=torch.optim.Adagrad, lr=0.1)
         for _ in range(2)
@@ -59,12 +58,9 @@ def save_and_load_many(path: Path, num_tables: int) -> tuple[float, float, bool]
     generator = torch.Generator().manual_seed(dist.get_rank())
     bags = {f"f{i}": [torch.randint(0, 100, (20,), generator=generator).tolist()] for i in range(num_tables)}
     models[0](kjt(bags)).sum().backward()
-    start = time.perf_counter()
     checkpoint.save(path, models[0])
-    saved = time.perf_counter()
     checkpoint.load(path, models[1])
-    end = time.perf_counter()
-    return saved - start, end - saved, records_of(models[0]) == records_of(models[1])
+    return records_of(models[0]) == records_of(models[1])
 
 
 def calls_of_load(path: Path, num_tables: int) -> int:
@@ -94,5 +90,4 @@ def test_the_work_of_a_load_grows_as_the_number_of_tables(pool_1: RankPool, tmp_
 @pytest.mark.slow
 def test_a_thousand_tables_are_saved_and_loaded(pools: RankPools, tmp_path: Path) -> None:
     """About 3 s each on a quiet machine of two cores; two files a table, each forced to disk."""
-    for saving, loading, is_same in pools[2].run(save_and_load_many, tmp_path, 1000, watchdog=500):
-        assert is_same and max(saving, loading) < 60, (saving, loading)
+    assert pools[2].run(save_and_load_many, tmp_path, 1000, watchdog=500) == [True, True]

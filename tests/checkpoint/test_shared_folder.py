@@ -24,7 +24,7 @@ SCENARIO = Scenario(optimizer="adagrad", steps=9, ids_per_table=30)
 OTHER_JOB = (
     "import sys, time; from pathlib import Path; from hybridrec.checkpoint import writer_lock;"
     "lock = writer_lock.acquire(Path(sys.argv[1])); print('writes', flush=True); time.sleep(float(sys.argv[2]));"
-    "lock.release(); time.sleep(100.0)"
+    "lock.release(); time.sleep(600.0)"
 )
 
 
@@ -36,12 +36,12 @@ writer_lock.acquire(Path(sys.argv[1]))
 pid = os.fork()
 if pid:
     print(pid, flush=True)
-time.sleep(100.0)
+time.sleep(600.0)
 """
 
 
 @contextmanager
-def other_job(root: Path, seconds: float = 100.0) -> Iterator[subprocess.Popen[str]]:
+def other_job(root: Path, seconds: float = 600.0) -> Iterator[subprocess.Popen[str]]:
     """A process that writes into a folder for so long, and lives on."""
     root.mkdir(exist_ok=True)
     command = [sys.executable, "-c", OTHER_JOB, str(root), str(seconds)]

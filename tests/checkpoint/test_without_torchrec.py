@@ -23,7 +23,7 @@ sys.meta_path.insert(0, Hide())
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HIDE + code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
 
 
 def test_readers_come_without_torchrec() -> None:

@@ -10,9 +10,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,11 +30,11 @@ from tests.distributed.test_pipeline_life import Run
 from tests.distributed.test_uneven_ranks import Kept
 from tests.ranks import RankFailure, RankPool
 
-SECONDS = 30.0
-"""From the death to the error."""
-START_SECONDS = 150.0
+SECONDS = 100.0
+"""From the death to the error, on a machine that may be loaded: a quarter of a minute on a quiet one."""
+START_SECONDS = 300.0
 """Three processes import torch and train a few steps, beside whatever else runs."""
-EXIT_SECONDS = 30.0
+EXIT_SECONDS = 60.0
 
 
 def free_port() -> int:
@@ -95,31 +96,55 @@ def impatient() -> Iterator[None]:
         mock.patch.object(watchdog, "BEAT_SECONDS", 0.1),
         mock.patch.object(watchdog, "SUSPICION_SECONDS", 0.2),
         mock.patch.object(watchdog, "BROKEN_SECONDS", 0.5),
-        mock.patch.object(watchdog, "STALL_SECONDS", 1.0),
     ):
         yield
 
 
-def slow_loader() -> list[str]:
-    with impatient(), Kept() as kept:
+def slow_loader(folder: Path) -> list[str]:
+    """Rank 1 loads its third batch until both ranks have told where they are, and longer than a silent one may."""
+    rank = dist.get_rank()
+
+    def told(kept: Kept) -> list[str]:
+        return [text for text in kept.texts if "all ranks live" in text]
+
+    with impatient(), Kept() as kept, pytest.MonkeyPatch.context() as patch:
         run = Run(1)
-        run.pipeline._watch.dead_seconds = 4.0  # alive: never given up
+        watch: Watch = run.pipeline._watch
+        watch.dead_seconds = 4.0  # alive: never given up
+
+        def tell_once_both_are_there() -> None:
+            until(lambda: watch._places() == ("LOAD of batch 2" if rank == 1 else "DIST of batch 2"))
+            until(lambda: watch._store.get("place/1") == b"LOAD of batch 2" and 1 - rank in watch._heard)
+            patch.setattr(watchdog, "STALL_SECONDS", 1.0)
+            until(lambda: told(kept) != [])
+            (folder / f"told_{rank}").touch()
+
+        teller = threading.Thread(target=tell_once_both_are_there)
+        teller.start()
 
         def loader() -> Iterator[Any]:
             for number, batch in enumerate(run.mine[:4]):
-                if (number, dist.get_rank()) == (2, 1):
+                if (number, rank) == (2, 1):
                     time.sleep(6.0)
+                    until(lambda: len(list(folder.iterdir())) == 2)
                 yield batch
 
         iterator = loader()
         for _ in range(4):
             run.pipeline.progress(iterator)
-        run.pipeline._watch.end()
-    return [text for text in kept.texts if "all ranks live" in text]
+        teller.join()
+        watch.end()
+        return told(kept)
 
 
-def test_a_rank_that_is_slow_is_named_once_and_nobody_is_given_up(pool_2: RankPool) -> None:
-    first, second = pool_2.run(slow_loader)
+def until(is_true: Callable[[], bool]) -> None:
+    """Wait; the job's watchdog ends it."""
+    while not is_true():
+        time.sleep(0.02)
+
+
+def test_a_rank_that_is_slow_is_named_once_and_nobody_is_given_up(pool_2: RankPool, tmp_path: Path) -> None:
+    first, second = pool_2.run(slow_loader, tmp_path)
     assert len(first) == len(second) == 1
     assert re.search(r"rank 0 of 2 has been in DIST of batch 2 for \d+ s", first[0])
     assert "Rank 1 is in LOAD of batch 2." in first[0]
@@ -131,15 +156,16 @@ def silent_without_death(path: str) -> None:
         group = dist.new_group(backend="gloo")
         watch = watch_of(group)
         assert watch is not None
-        watch.dead_seconds = 1.0
+        watch.dead_seconds = 3.0
         dist.barrier()
         if dist.get_rank() == 1:
             watch.end()
-            time.sleep(4.0)
+            until(Path(path).exists)
         else:
             with pytest.raises(RuntimeError), watch.stage("map", 5):
                 dist.all_reduce(torch.ones(1), group=group)
-            Path(path).write_text(str(watch.verdict))
+            Path(f"{path}.part").write_text(str(watch.verdict))
+            Path(f"{path}.part").rename(path)
         raise RuntimeError("the pool's own group is broken too")
 
 
@@ -147,7 +173,7 @@ def test_a_silent_rank_is_given_up_and_whoever_waits_in_gloo_returns(pool_2: Ran
     with pytest.raises(RankFailure, match="the pool's own group is broken too"):
         pool_2.run(silent_without_death, str(tmp_path / "told"))
     told = (tmp_path / "told").read_text()
-    assert "rank 1 of 2 has not been heard of for 1 s while rank 0 waited in MAP of batch 5" in told
+    assert re.search(r"rank 1 of 2 has not been heard of for \d+ s while rank 0 waited in MAP of batch 5", told), told
 
 
 def life_of_a_watch() -> None:
@@ -168,10 +194,9 @@ def life_of_a_watch() -> None:
         dist.destroy_process_group(group)
         del group, watch
         gc.collect()
-        assert gone() is None  # the threads do not keep it
+        until(lambda: gone() is None)  # the threads do not keep it, but for the moment in which they look whether it is
         for thread in threads:
-            thread.join(5.0)
-            assert not thread.is_alive()
+            thread.join()
 
 
 def test_a_watch_ends_with_its_group_and_is_quiet_in_a_fork(pool_2: RankPool) -> None:
@@ -201,10 +226,9 @@ def test_a_user_may_wait_for_ever(pool_2: RankPool) -> None:
 def other_errors() -> None:
     run = Run(1)
     watch: Watch = run.pipeline._watch
-    start = time.monotonic()
-    assert watch.explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-    assert watch.explain(ConfigError("a connection")) is None
-    assert time.monotonic() - start < 1.0
+    with mock.patch.object(watchdog, "BROKEN_SECONDS", 10_000.0):  # to wait for a verdict would be to hang
+        assert watch.explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+        assert watch.explain(ConfigError("a connection")) is None
 
 
 def test_errors_of_other_causes_are_left_alone(pool_2: RankPool) -> None:
@@ -215,10 +239,10 @@ def test_errors_of_other_causes_are_left_alone(pool_2: RankPool) -> None:
     "text", ["DataLoader timed out after 5 s", "could not open connection to the database", "peer"]
 )
 def test_a_user_s_own_error_is_raised_at_once(pool_2: RankPool, text: str) -> None:
-    assert max(pool_2.run(seconds_of_an_error, text)) < 5.0
+    pool_2.run(raises_its_own_error, text)
 
 
-def seconds_of_an_error(text: str) -> float:
+def raises_its_own_error(text: str) -> None:
     run = Run(1)
 
     def loader() -> Iterator[Any]:
@@ -227,12 +251,9 @@ def seconds_of_an_error(text: str) -> float:
 
     iterator = loader()
     run.pipeline.progress(iterator)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match=text):
+    with mock.patch.object(watchdog, "BROKEN_SECONDS", 10_000.0), pytest.raises(RuntimeError, match=text):
         run.pipeline.progress(iterator)
-    seconds = time.monotonic() - started
     run.pipeline.reset()
-    return seconds
 
 
 def suspended() -> str | None:

@@ -107,7 +107,7 @@ def test_tables_and_columns_of_single_ranks_take_turns(pool_2: RankPool) -> None
     """A rank that holds nothing of a table takes prepared batches back too when it is frozen."""
     scenario = Scenario(tables=MIXED, optimizer="adam", steps=18, batch_size=5, ids_per_table=200)
     turns = [{"page"}, set[str](), {"user", "item", "town"}]
-    first, second = pool_2.run(run, scenario, turns, 3, watchdog=60)
+    first, second = pool_2.run(run, scenario, turns, 3)
     assert first["page"] == 0 and second["page"] > 0
 
 

@@ -33,7 +33,7 @@ def npu_process() -> Iterator[Callable[..., Any]]:
     No `RankPool`: its barrier asks torch for the accelerator, of which there is only the name here.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), teach_name) as executor:
-        yield lambda fn, *args, **kwargs: executor.submit(fn, *args, **kwargs).result(timeout=120)
+        yield lambda fn, *args, **kwargs: executor.submit(fn, *args, **kwargs).result(timeout=300)
 
 
 def teach_name() -> None:

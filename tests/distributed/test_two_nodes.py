@@ -16,8 +16,8 @@ import pytest
 
 from tests.repo.sources import ROOT
 
-WATCHDOG_SECONDS = 150.0
-STOP_SECONDS = 15.0
+WATCHDOG_SECONDS = 280.0
+STOP_SECONDS = 60.0
 Ranks = list[tuple[dict[str, Any], dict[str, np.ndarray]]]
 
 

@@ -26,8 +26,6 @@ from tests.distributed.scenario import Scenario, compare_state, make_batch, rais
 from tests.distributed.test_pipeline_life import SCENARIO, Run
 from tests.ranks import RankPool, RankPools
 
-WATCHDOG = 60.0
-
 
 def make_empty(batch: PipelineBatch) -> PipelineBatch:
     """What a user writes."""
@@ -148,7 +146,7 @@ EPOCHS = [
 def test_uneven_ranks_end_together(
     pools: RankPools, counts: tuple[int, ...], depth: int, execute_all: bool, train: bool, uneven_ranks: str
 ) -> None:
-    warnings = pools[len(counts)].run(one_epoch, counts, depth, uneven_ranks, execute_all, train, watchdog=WATCHDOG)
+    warnings = pools[len(counts)].run(one_epoch, counts, depth, uneven_ranks, execute_all, train)
     if uneven_ranks == "drain":
         assert warnings == [[]] * len(counts)
         return
@@ -169,7 +167,7 @@ def test_uneven_ranks_end_together_at_every_depth(pools: RankPools, depth: int, 
     for counts in ((7, 5), (5, 7), (4, 6, 3), (1, 9)):
         for execute_all in (True, False):
             for train in (True, False):
-                pools[len(counts)].run(one_epoch, counts, depth, uneven_ranks, execute_all, train, watchdog=WATCHDOG)
+                pools[len(counts)].run(one_epoch, counts, depth, uneven_ranks, execute_all, train)
 
 
 class Restarting:
@@ -210,7 +208,7 @@ def same_iterators(counts: Sequence[int], depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 6])
 def test_epochs_of_the_same_iterators_stop_together(pool_2: RankPool, depth: int) -> None:
-    pool_2.run(same_iterators, (7, 5), depth, watchdog=WATCHDOG)
+    pool_2.run(same_iterators, (7, 5), depth)
 
 
 def drained_epochs(depth: int) -> None:
@@ -233,7 +231,7 @@ def drained_epochs(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_epochs_of_the_same_iterators_drain(pool_2: RankPool, depth: int) -> None:
-    pool_2.run(drained_epochs, depth, watchdog=WATCHDOG)
+    pool_2.run(drained_epochs, depth)
 
 
 def nothing_on_one_rank(depth: int, uneven_ranks: str) -> None:
@@ -262,7 +260,7 @@ def nothing_on_one_rank(depth: int, uneven_ranks: str) -> None:
 @pytest.mark.parametrize("uneven_ranks", ["stop", "drain"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_rank_without_any_batch(pool_2: RankPool, depth: int, uneven_ranks: str) -> None:
-    pool_2.run(nothing_on_one_rank, depth, uneven_ranks, watchdog=WATCHDOG)
+    pool_2.run(nothing_on_one_rank, depth, uneven_ranks)
 
 
 def mean_loss(prediction: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -292,7 +290,7 @@ def nan_of_nothing() -> None:
 
 
 def test_a_mean_of_nothing_does_not_spread(pool_2: RankPool) -> None:
-    pool_2.run(nan_of_nothing, watchdog=WATCHDOG)
+    pool_2.run(nan_of_nothing)
 
 
 def wrong_settings() -> None:
@@ -349,7 +347,7 @@ def empty_batches_that_are_none() -> None:
 
 
 def test_an_empty_batch_that_is_none_is_refused_on_all_ranks(pool_2: RankPool) -> None:
-    pool_2.run(empty_batches_that_are_none, watchdog=WATCHDOG)
+    pool_2.run(empty_batches_that_are_none)
 
 
 def filled_later(depth: int) -> None:
@@ -369,7 +367,7 @@ def filled_later(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_samples_in_a_later_empty_batch_are_not_trained(pool_2: RankPool, depth: int) -> None:
-    pool_2.run(filled_later, depth, watchdog=WATCHDOG)
+    pool_2.run(filled_later, depth)
 
 
 def policies_differ() -> None:
@@ -414,4 +412,4 @@ def copy_fails(execute_all: bool, depth: int) -> int:
 @pytest.mark.parametrize("execute_all", [True, False])
 def test_a_batch_that_cannot_be_copied_is_left_out_on_its_rank(pool_2: RankPool, execute_all: bool, depth: int) -> None:
     expected = 7 if execute_all else 7 - (depth - 1)
-    assert pool_2.run(copy_fails, execute_all, depth, watchdog=WATCHDOG) == [expected, expected]
+    assert pool_2.run(copy_fails, execute_all, depth) == [expected, expected]

@@ -84,7 +84,7 @@ def test_without_the_device_one_sentence_says_why_and_what_to_do(tmp_path: Path)
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     for arguments in (["--step", "demo"], ["--npu-checklist", "--device", "cpu"], ["--npu-checklist", "--strict"]):
         command = [sys.executable, "-m", "hybridrec.doctor", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 2 and "checklist" in done.stderr
 
 
@@ -160,12 +160,12 @@ def test_a_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     script = f"echo begun; sleep 300 & echo $! > {file}; sleep 300"
     started = time.monotonic()
-    ended = run_command(["bash", "-c", script], folder=tmp_path, seconds=1.5, environment=os.environ)
-    assert time.monotonic() - started < 30
-    assert (ended.exit_code, ended.how, ended.lines) == (None, "no end within 2 s", ("begun",))
+    ended = run_command(["bash", "-c", script], folder=tmp_path, seconds=4.0, environment=os.environ)
+    assert time.monotonic() - started < 200
+    assert (ended.exit_code, ended.how, ended.lines) == (None, "no end within 4 s", ("begun",))
     child = Path(f"/proc/{int(file.read_text())}/stat")
     while not has_ended(child):  # it was killed; the system may be slow to say so
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 200
         time.sleep(0.05)
 
 

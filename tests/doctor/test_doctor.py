@@ -162,7 +162,7 @@ def test_without_torch_it_starts_and_says_how_to_install(tmp_path: Path) -> None
     [
         ("raise RuntimeError('no libdevice.so: set X=0')", "RuntimeError: no libdevice.so: set X=0"),
         ("import os; os.abort()", "killed by signal 6 while at: import torch"),
-        ("import time; time.sleep(600)", "no answer within 6 s while at: import torch"),
+        ("import time; time.sleep(600)", "no answer within 10 s while at: import torch"),
     ],
 )
 def test_a_torch_that_raises_dies_or_hangs(tmp_path: Path, source: str, text: str) -> None:
@@ -170,8 +170,8 @@ def test_a_torch_that_raises_dies_or_hangs(tmp_path: Path, source: str, text: st
     distribution(tmp_path, "torch", "2.13.0")
     distribution(tmp_path, "torchrec", "1.8.0")
     started = time.monotonic()
-    done = without_site(tmp_path, "--json", "--seconds", "6")
-    assert time.monotonic() - started < 60
+    done = without_site(tmp_path, "--json", "--seconds", "10")
+    assert time.monotonic() - started < 250
     assert done.returncode == 1
     fails = [f for fs in findings_of(done).values() for f in fs if f["status"] == "fail"]
     assert any(text in finding["value"] for finding in fails), fails
@@ -190,16 +190,16 @@ def test_help() -> None:
 
 def test_an_interface_that_is_not_there_is_explained() -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nonesuch0"}
-    (finding,) = selftest.host_findings("cpu", seconds=60, environment=environment)
+    (finding,) = selftest.host_findings("cpu", seconds=300, environment=environment)
     assert finding.status is Status.FAIL and "It works over lo" in finding.value
     assert "export GLOO_SOCKET_IFNAME=lo" in finding.remedy
 
 
 def test_device_collectives() -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    (finding,) = selftest.device_findings("gloo", "cpu", 1, seconds=60, environment=environment)
+    (finding,) = selftest.device_findings("gloo", "cpu", 1, seconds=300, environment=environment)
     assert finding.what == "gloo, 1 rank" and finding.value.startswith("exact: all_to_all")
-    (finding,) = selftest.device_findings("nonesuch", "cpu", 4, seconds=60, environment=environment)
+    (finding,) = selftest.device_findings("nonesuch", "cpu", 4, seconds=300, environment=environment)
     assert (finding.what, finding.status) == ("nonesuch, 2 ranks", Status.FAIL)
     assert "init_process_group('nonesuch')" in finding.value and "NONESUCH_SOCKET_IFNAME" in finding.remedy
 
@@ -208,7 +208,7 @@ def test_a_rank_whose_peer_never_comes_gives_up(tmp_path: Path) -> None:
     store = ["--store", str(tmp_path / "store")]
     group = ["--device-type", "cpu", "--backend", "gloo", "--world-size", "2", "--rank", "0", "--seconds", "2"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    (outcome,) = run_children("hybridrec.doctor.collectives", [[*store, *group]], seconds=90, environment=environment)
+    (outcome,) = run_children("hybridrec.doctor.collectives", [[*store, *group]], seconds=300, environment=environment)
     assert outcome.exit_code == 1 and outcome.last_begun == "init_process_group('gloo')"
     assert "imeout" in outcome.get("error") or "imed out" in outcome.get("error")
 
@@ -223,14 +223,14 @@ def test_children_that_hang_are_ended_and_the_others_not_waited_for(tmp_path: Pa
         "sys.exit(3) if sys.argv[3] == 'fail' else time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    (hung,) = run_children("child_of_test", [["hang"]], seconds=5, environment=environment)
-    assert hung.exit_code is None and hung.end == "no answer within 5 s while at: what it hangs in"
+    (hung,) = run_children("child_of_test", [["hang"]], seconds=10, environment=environment)
+    assert hung.exit_code is None and hung.end == "no answer within 10 s while at: what it hangs in"
     assert hung.tail == "last words"
     with pytest.raises(ProcessLookupError):
         os.kill(hung.get("pid"), 0)
     started = time.monotonic()
-    failed, waited = run_children("child_of_test", [["fail"], ["hang"]], seconds=300, environment=environment)
-    assert time.monotonic() - started < 60
+    failed, waited = run_children("child_of_test", [["fail"], ["hang"]], seconds=500, environment=environment)
+    assert time.monotonic() - started < 250
     assert (failed.exit_code, waited.exit_code) == (3, None)
     assert failed.end == "exit status 3 while at: what it hangs in"
 

@@ -226,7 +226,7 @@ def run_demo(*options: str, folder: Path = ROOT) -> subprocess.CompletedProcess[
         env=environment | {"HYBRIDREC_PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         check=False,
     )
 
@@ -278,7 +278,7 @@ def test_simulated_npu_learns_the_same(on_cpu: tuple[subprocess.CompletedProcess
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         check=False,
     )
     check_output(done, "npu", depth=3)

@@ -42,7 +42,7 @@ def test_it_runs_to_its_end() -> None:
         env=environment | {"HYBRIDREC_PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

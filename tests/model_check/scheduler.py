@@ -273,7 +273,7 @@ class FreeThreads:
             time.sleep(self._random.random() * self._seconds)
 
     def wait_until(self, is_due: Callable[[], bool], name: str) -> None:
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 120
         while not is_due():
             if self._is_over:
                 raise _Stopped

@@ -34,7 +34,7 @@ def start(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
     env = dict(os.environ, LOCAL_RANK="1", SIMNPU_MEMORY_BYTES="100000", PYTHONPATH=f"{REPOSITORY}:{folder}")
     command = [sys.executable, "-m", "tests.simnpu", "program", *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_program_finds_an_npu_with_the_memory_that_it_was_given(tmp_path: Path) -> None:

@@ -143,8 +143,8 @@ def test_planned_is_right_at_every_size_on_the_way(core: CoreName) -> None:
 
 
 def test_a_plan_of_many_tables_is_cheap(core: CoreName) -> None:
-    """1,000 tables, 8 ranks, 3 kernels, every size another one; a planner has 10 s for all that it does."""
-    start = time.perf_counter()
+    """1,000 tables, 8 ranks, 3 kernels, all of other sizes; a planner has 10 s of a core for all that it does."""
+    start = time.process_time()
     for i in range(24_000):
         planned_host_bytes(
             dim=64,
@@ -155,7 +155,7 @@ def test_a_plan_of_many_tables_is_cheap(core: CoreName) -> None:
             store_rows=i,
             core=core,
         )
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
