@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from hybridrec.checkpoint.recsdk_files import read_recsdk
 from hybridrec.checkpoint.safetensors import export_safetensors
 from hybridrec.checkpoint.saved_tables import layout_of, saved_tables
 from hybridrec.checkpoint.sharded import ShardedReader
-from hybridrec.checkpoint.snapshot import resolve
+from hybridrec.checkpoint.sorted_rows import in_step, sorted_rows
 from hybridrec.errors import ConfigError, HybridRecError
 from hybridrec.store.row_export import RowChunk
+from hybridrec.store.row_state_layout import RowStateLayout
 
+_DIFFERENCES = ("only in the first", "only in the second", "with other values", "with other last use")
 _EXPORTS = {"safetensors": export_safetensors, "parquet": export_parquet}
 
 
@@ -35,14 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hybridrec.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="tables, rows, optimizer, step, sizes of a snapshot")
-    inspect.add_argument("path", type=Path, help="a snapshot, one of its deltas, or a folder of snapshots: the newest")
+    inspect.add_argument(
+        "path", type=Path, help="a folder of snapshots: the newest with its deltas; a snapshot; a delta"
+    )
     inspect.add_argument("--verify", action="store_true", help="compare every file with its hash, those of deltas too")
     inspect.add_argument("--id", nargs=2, metavar=("TABLE", "ID"), help="print the row of an id")
     diff = commands.add_parser("diff", help="what two snapshots, or deltas with all before them, have different")
     diff.add_argument("a", type=Path, help="as PATH of inspect; the exit status is 0 if both are equal, 1 if not")
     diff.add_argument("b", type=Path)
     export = commands.add_parser("export", help="write each table to OUT/TABLE.safetensors or .parquet: id, embedding")
-    export.add_argument("path", type=Path, help="a snapshot without its deltas, or a folder of them: the newest")
+    export.add_argument("path", type=Path, help="as PATH of inspect")
     export.add_argument("out", type=Path, help="a folder; it is made if missing, its files are never replaced")
     export.add_argument("--format", choices=tuple(_EXPORTS), default="safetensors", help="default: safetensors")
     export.add_argument("--table", action="append", metavar="TABLE", help="only this one; may be repeated")
@@ -64,15 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _export(path: Path, out: Path, kind: str, tables: list[str] | None) -> int:
-    num_rows = sum(table.rows for table in saved_tables(read_manifest(resolve(path)), tables))
-    with _progress_bar(num_rows) as progress:
+    point = read_point(path)
+    num_rows = sum(table.most_rows for table in saved_tables(point, tables))
+    with _progress_bar(None if point.number else num_rows) as progress:  # by deltas an id may be there more than once
         files = _EXPORTS[kind](path, out, tables=tables, progress=progress)
     print("\n".join(map(str, files)))
     return 0
 
 
 @contextlib.contextmanager
-def _progress_bar(num_rows: int) -> Iterator[Callable[[int], None] | None]:
+def _progress_bar(num_rows: int | None) -> Iterator[Callable[[int], None] | None]:
     """What shows rows that were written: on a terminal, where tqdm is there (TorchRec brings it)."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield None
@@ -192,30 +198,32 @@ def _diff_table(name: str, points: tuple[Point, Point], key: tuple[str, str]) ->
     shapes = [(table.dim, table.states) for table in tables]
     if shapes[0] != shapes[1]:
         return [f"{name}: rows are {shapes[0]} and {shapes[1]}"]
-    found_rows = (_sorted_rows(point, key[0], table) for point, table in zip(points, tables, strict=True))
-    ids, scores, records = zip(*found_rows, strict=True)
-    common, in_a, in_b = np.intersect1d(ids[0], ids[1], assume_unique=True, return_indices=True)
-    has_other_record = (records[0][in_a] != records[1][in_b]).any(axis=1)
-    has_other_score = scores[0][in_a] != scores[1][in_b]
-    counts = {
-        "only in the first": len(ids[0]) - len(common),
-        "only in the second": len(ids[1]) - len(common),
-        "with other values": int(has_other_record.sum()),
-        "with other last use": int(has_other_score.sum()),
-    }
-    found = [f"{n:,} rows {what}" for what, n in counts.items() if n]
+    layout = layout_of(tables[0])
+    counts: Counter[str] = Counter()
+    for parts in in_step([sorted_rows(point, *key, layout) for point in points]):
+        counts += _count_differences(dict(parts), layout)
+    found = [f"{counts[what]:,} rows {what}" for what in _DIFFERENCES if counts[what]]
     return [f"{name}: " + ", ".join(found)] if found else []
 
 
-def _sorted_rows(point: Point, collection: str, table: TableEntry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _count_differences(rows: dict[int, RowChunk], layout: RowStateLayout) -> Counter[str]:
+    """Of the rows of two points with ids in a range; a point without any is left out."""
+    ids, scores, records = zip(*(_arrays(rows.get(point), layout) for point in (0, 1)), strict=True)
+    common, in_a, in_b = np.intersect1d(ids[0], ids[1], assume_unique=True, return_indices=True)
+    numbers = (
+        len(ids[0]) - len(common),
+        len(ids[1]) - len(common),
+        int((records[0][in_a] != records[1][in_b]).any(axis=1).sum()),
+        int((scores[0][in_a] != scores[1][in_b]).sum()),
+    )
+    return Counter(dict(zip(_DIFFERENCES, numbers, strict=True)))
+
+
+def _arrays(rows: RowChunk | None, layout: RowStateLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids int64 [R], scores int64 [R], records as uint32 [R, record] (so that NaN equals itself)."""
-    layout = layout_of(table)
-    chunks = list(rows_at(point, collection, table.name, layout))
-    if not chunks:
+    if rows is None:
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, layout.record_floats), np.uint32)
-    ids = torch.cat([c.ids_N for c in chunks]).numpy()
-    scores = torch.cat([c.scores_N for c in chunks]).numpy()
-    return ids, scores, torch.cat([c.records(layout) for c in chunks]).numpy().view(np.uint32)
+    return rows.ids_N.numpy(), rows.scores_N.numpy(), rows.records(layout).numpy().view(np.uint32)
 
 
 if __name__ == "__main__":

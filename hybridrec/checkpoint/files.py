@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hybridrec.backend import HOST
 from hybridrec.checkpoint.manifest import FileEntry, TableEntry
@@ -20,6 +21,7 @@ from hybridrec.store.row_export import RowChunk, ShardRows
 from hybridrec.store.row_state_layout import RowStateLayout
 
 _BLOCK_BYTES = 8 * 2**20
+_BLOCK_IDS = 2**15
 REMOVED = ".removed."
 """What the name of a folder begins with while it is removed."""
 
@@ -119,16 +121,72 @@ def read_rows(folder: Path, table: TableEntry, file: FileEntry, layout: RowState
     Raises:
         StateError: The file is shorter than it was.
     """
-    path, left = folder / file.name, file.rows
+    path = folder / file.name
     with open(path, "rb", buffering=0) as stream:
-        while left:
-            n = min(left, table.chunk_rows)
-            ids = _read_array(stream, path, "<i8", n)
-            scores = _read_array(stream, path, "<u4", n)
-            records = _read_array(stream, path, "<f4", n * layout.record_floats).reshape(n, -1)
-            scores_N = torch.from_numpy(scores.astype(np.int64))
-            yield RowChunk.of_records(torch.from_numpy(ids), scores_N, torch.from_numpy(records), layout)
-            left -= n
+        for first in range(0, file.rows, table.chunk_rows):
+            yield _read_chunk(stream, path, min(table.chunk_rows, file.rows - first), layout)
+
+
+def read_rows_apart(
+    folder: Path, table: TableEntry, file: FileEntry, layout: RowStateLayout, *, ids_only: bool = False
+) -> Iterator[RowChunk]:
+    """As `read_rows`; the file is open only while a chunk is read: of more files than may be open.
+
+    Args:
+        folder: Of the snapshot or delta.
+        table: The file's.
+        file: It was verified.
+        layout: Of its records.
+        ids_only: Whether nothing else is read: weights are [n, 0] then.
+
+    Raises:
+        StateError: The file is shorter than it was, or its ids do not ascend.
+    """
+    path, before = folder / file.name, None
+    for first in range(0, file.rows, table.chunk_rows):
+        n = min(table.chunk_rows, file.rows - first)
+        with open(path, "rb", buffering=0) as stream:
+            stream.seek(first * (12 + 4 * layout.record_floats))
+            if ids_only:
+                chunk = only_ids(torch.from_numpy(_read_array(stream, path, "<i8", n)))
+            else:
+                chunk = _read_chunk(stream, path, n, layout)
+        before = _last_of(chunk, path, before)
+        yield chunk
+
+
+def read_ids(folder: Path, file: FileEntry) -> Iterator[RowChunk]:
+    """Removed ids, ascending; the file was verified. Errors as of `read_rows_apart`."""
+    path, before = folder / file.name, None
+    for first in range(0, file.rows, _BLOCK_IDS):
+        with open(path, "rb", buffering=0) as stream:
+            stream.seek(8 * first)
+            ids = _read_array(stream, path, "<i8", min(_BLOCK_IDS, file.rows - first))
+        chunk = only_ids(torch.from_numpy(ids))
+        before = _last_of(chunk, path, before)
+        yield chunk
+
+
+def _last_of(chunk: RowChunk, path: Path, before: int | None) -> int:
+    """The last id of a chunk, whose ids ascend from what is before it."""
+    ids = chunk.ids_N
+    if not bool((ids[1:] > ids[:-1]).all()) or (before is not None and int(ids[0]) <= before):
+        raise StateError(f"{path} is damaged or forged: its ids do not ascend. Use an older snapshot.")
+    return int(ids[-1])
+
+
+def only_ids(ids_N: Tensor) -> RowChunk:
+    """Rows of which nothing else is known: scores 0, weights [N, 0]."""
+    n = len(ids_N)
+    return RowChunk(ids_N=ids_N, scores_N=torch.zeros(1, dtype=torch.int64).expand(n), weights_ND=torch.empty(n, 0))
+
+
+def _read_chunk(stream: BinaryIO, path: Path, n: int, layout: RowStateLayout) -> RowChunk:
+    ids = _read_array(stream, path, "<i8", n)
+    scores = _read_array(stream, path, "<u4", n)
+    records = _read_array(stream, path, "<f4", n * layout.record_floats).reshape(n, -1)
+    scores_N = torch.from_numpy(scores.astype(np.int64))
+    return RowChunk.of_records(torch.from_numpy(ids), scores_N, torch.from_numpy(records), layout)
 
 
 def _read_array(stream: BinaryIO, path: Path, dtype: str, n: int) -> NDArray[Any]:

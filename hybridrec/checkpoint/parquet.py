@@ -26,14 +26,14 @@ def export_parquet(
     tables: Collection[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Path]:
-    """Write each table of a snapshot to ``OUT/TABLE.parquet``: ``id`` int64, ``embedding`` fixed-size list of float32.
+    """Write each table at a point to ``OUT/TABLE.parquet``: ``id`` int64, ``embedding`` fixed-size list of float32.
 
     Tables of 16 bits come as float32 too, which holds their values and which every reader knows. Chunk by chunk, a row
-    group each: memory does not depend on the size of a table. Rows are in the order of the snapshot's files. Needs
-    pyarrow; no model, no device and no TorchRec.
+    group each, ascending by id: memory does not depend on the size of a table. Needs pyarrow; no model, no device and
+    no TorchRec.
 
     Args:
-        path: A snapshot, or a folder of them: the newest.
+        path: As of `load`: a folder of snapshots, a snapshot, or a delta.
         out: Folder, made if it is missing.
         tables: Names; None: all.
         progress: Is told the rows of each chunk that was written.
@@ -50,15 +50,15 @@ def export_parquet(
     return export_tables(path, out, "parquet", _write, tables=tables, progress=progress)
 
 
-def _write(path: Path, table: SavedTable, chunks: Callable[[], Chunks]) -> Iterator[int]:
+def _write(path: Path, table: SavedTable) -> Iterator[int]:
     pa, pq = _pyarrow()
     row = pa.list_(pa.field("element", pa.float32(), nullable=False), table.dim)
     schema = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("embedding", row, nullable=False)])
-    # Ids are sorted within a rank's rows, so that their statistics find a row group. Floats have neither repetitions
-    # for a dictionary nor anything to compress.
+    # Ids ascend, so that their statistics find a row group. Floats have neither repetitions for a dictionary nor
+    # anything to compress.
     how = {"compression": "none", "use_dictionary": False, "write_statistics": ["id"]}
     with pq.ParquetWriter(path, schema, write_page_checksum=True, **how) as writer:
-        for ids_N, weights_ND in chunks():
+        for ids_N, weights_ND in table.chunks():
             values = pa.array(weights_ND.to(torch.float32).contiguous().flatten().numpy())
             embeddings = pa.FixedSizeListArray.from_arrays(values, type=row)
             batch = pa.record_batch([pa.array(ids_N.numpy()), embeddings], schema=schema)

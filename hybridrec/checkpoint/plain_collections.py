@@ -17,11 +17,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from hybridrec.backend import HOST, resolve_backend
 from hybridrec.checkpoint.exchange import Ranks
-from hybridrec.checkpoint.files import verify
-from hybridrec.checkpoint.manifest import read_manifest
+from hybridrec.checkpoint.points import read_point
 from hybridrec.checkpoint.saved_initializers import Banks, initializer_of, needs_bank, read_banks
 from hybridrec.checkpoint.saved_tables import SavedTable, saved_tables
-from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.config import Initializer, TableConfig, resolve_tables
 from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.watchdog import watched
@@ -34,7 +32,7 @@ from hybridrec.row_type import RowType
 _CHUNK_ROWS = 65536
 
 Source = str | Path | nn.Module
-"""A snapshot, a folder of them, or a hashed collection."""
+"""The path of a snapshot, a folder of them, or a delta; or a hashed collection."""
 
 
 def to_embedding_bag_collection(
@@ -51,7 +49,7 @@ def to_embedding_bag_collection(
     this is collective, and every rank gets all rows.
 
     Args:
-        source: A snapshot, or a folder of them: the newest; or a hashed collection, sharded or not.
+        source: A folder of snapshots, a snapshot, or a delta, as of `load`; or a hashed collection, sharded or not.
         tables: Configs of the tables that are wanted, hashed or plain; of a snapshot, which knows neither features nor
             pooling, they must be given. None: those of the collection.
         num_embeddings: Table name -> rows, in place of the config's, which may be nominal. All ids must be below.
@@ -191,15 +189,14 @@ class _Origin:
 
 
 def _of_snapshot(path: str | Path, names: Sequence[str]) -> _Origin:
-    folder = resolve(path)
-    manifest = read_manifest(folder)
-    saved = {table.name: table for table in saved_tables(manifest, names)}
-    for file in (file for table in saved.values() for part in table.parts for file in part.files):
-        verify(folder, file)
+    point = read_point(path)
+    saved = {table.name: table for table in saved_tables(point, names)}
+    for table in saved.values():
+        table.verify()
     has_banks = any(needs_bank(table.parts[0].initializer) for table in saved.values())
-    banks = read_banks(folder, manifest.dense) if has_banks else {}
+    banks = read_banks(point.snapshot, point.layers[0].manifest.dense) if has_banks else {}
     tables = {name: _saved(table, banks) for name, table in saved.items()}
-    return _Origin(tables=tables, chunks=lambda name: ((*chunk, 0) for chunk in saved[name].chunks(folder)))
+    return _Origin(tables=tables, chunks=lambda name: ((*chunk, 0) for chunk in saved[name].chunks()))
 
 
 def _saved(table: SavedTable, banks: Banks) -> _Table:

@@ -48,10 +48,14 @@ class Layer:
 
     def removed(self, collection: str, name: str) -> NDArray[np.int64]:
         """Ids to take out before: int64, in no order."""
-        if isinstance(self.manifest, Manifest):
-            return np.empty(0, dtype=np.int64)
-        files = [e.file for e in self.manifest.removed if (e.collection, e.table) == (collection, name)]
+        files = self.removed_files(collection, name)
         return np.concatenate([np.empty(0, np.int64), *(np.fromfile(self.folder / f.name, "<i8") for f in files)])
+
+    def removed_files(self, collection: str, name: str) -> list[FileEntry]:
+        """The files of `removed`, in each of which ids ascend; none of a snapshot."""
+        if isinstance(self.manifest, Manifest):
+            return []
+        return [e.file for e in self.manifest.removed if (e.collection, e.table) == (collection, name)]
 
     def verify(self, file: FileEntry) -> None:
         """Compare one of its files with its entry.
@@ -110,8 +114,8 @@ def read_point(path: str | Path) -> Point:
     """A point by its folder; its manifests are read and checked, its other files are not.
 
     Args:
-        path: A snapshot: that alone. A delta: with all that is before it. A folder of snapshots: the newest snapshot
-            with all its deltas.
+        path: A snapshot: that alone. A delta: with all that is before it. The folder of a snapshot's deltas: the
+            snapshot with all of them. A folder of snapshots: the newest snapshot with all its deltas.
 
     Raises:
         StateError: There is none; or a manifest is missing, damaged, or not the one that follows: names the number.
@@ -121,7 +125,8 @@ def read_point(path: str | Path) -> Point:
     number = _number_of(path)
     if number is not None:
         return _read_chain(path.parent.parent, number)
-    snapshot = resolve(path)
+    is_of_deltas = path.name == DELTAS and (path.parent / MANIFEST).is_file()
+    snapshot = path.parent if is_of_deltas else resolve(path)
     if snapshot == path:
         return _read_chain(snapshot, 0)
     number, digest = newest_delta(snapshot)

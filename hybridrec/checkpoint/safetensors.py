@@ -34,13 +34,13 @@ def export_safetensors(
     tables: Collection[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Path]:
-    """Write each table of a snapshot to ``OUT/TABLE.safetensors``: ``id`` int64 [R], ``embedding`` [R, D].
+    """Write each table at a point to ``OUT/TABLE.safetensors``: ``id`` int64 [R], ``embedding`` [R, D].
 
-    Embeddings have the table's type: float32, bfloat16 or float16. Chunk by chunk: memory does not depend on the size
-    of a table. Rows are in the order of the snapshot's files. Needs no model, no device and no TorchRec.
+    Embeddings have the table's type: float32, bfloat16 or float16. Chunk by chunk, ascending by id: memory does not
+    depend on the size of a table. Needs no model, no device and no TorchRec.
 
     Args:
-        path: A snapshot, or a folder of them: the newest.
+        path: As of `load`: a folder of snapshots, a snapshot, or a delta.
         out: Folder, made if it is missing.
         tables: Names; None: all.
         progress: Is told the rows of each chunk that was written.
@@ -55,27 +55,37 @@ def export_safetensors(
     return export_tables(path, out, "safetensors", _write, tables=tables, progress=progress)
 
 
-def _write(path: Path, table: SavedTable, chunks: Callable[[], Chunks]) -> Iterator[int]:
-    id_bytes, row_bytes = table.rows * 8, table.rows * table.dim * table.row_type.dtype.itemsize
-    header = json.dumps(
+def _write(path: Path, table: SavedTable) -> Iterator[int]:
+    room = len(_header(table, table.most_rows))
+    num_rows = 0
+    with open(path, "wb") as file:
+        file.seek(room)
+        for ids_N in table.ids():  # one pass over the snapshot for each tensor
+            file.write(ids_N.numpy().astype("<i8", copy=False).data)
+            num_rows += len(ids_N)
+        for _, weights_ND in table.chunks():
+            file.write(weights_ND.contiguous().view(torch.uint8).numpy().data)
+            yield len(weights_ND)
+        file.seek(0)
+        file.write(_header(table, num_rows, room))  # now that it is known how many ids there are
+
+
+def _header(table: SavedTable, num_rows: int, room: int = 0) -> bytes:
+    """What a file of so many rows begins with, in so many bytes at least."""
+    id_bytes, row_bytes = num_rows * 8, num_rows * table.dim * table.row_type.dtype.itemsize
+    text = json.dumps(
         {
             "__metadata__": {"format": "pt", "table": table.name},
-            "id": {"dtype": "I64", "shape": [table.rows], "data_offsets": [0, id_bytes]},
+            "id": {"dtype": "I64", "shape": [num_rows], "data_offsets": [0, id_bytes]},
             "embedding": {
                 "dtype": _DTYPES[table.row_type],
-                "shape": [table.rows, table.dim],
+                "shape": [num_rows, table.dim],
                 "data_offsets": [id_bytes, id_bytes + row_bytes],
             },
         }
     ).encode()
-    header += b" " * (-len(header) % 8)
-    with open(path, "wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for ids_N, _ in chunks():  # one pass over the snapshot for each tensor
-            file.write(ids_N.numpy().astype("<i8", copy=False).data)
-        for _, weights_ND in chunks():
-            file.write(weights_ND.contiguous().view(torch.uint8).numpy().data)
-            yield len(weights_ND)
+    text = text.ljust(max(room - 8, len(text) + -len(text) % 8))
+    return len(text).to_bytes(8, "little") + text
 
 
 class SafetensorsFile:

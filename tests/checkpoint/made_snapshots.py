@@ -1,14 +1,17 @@
-"""Snapshots made of given rows, without a model and without training."""
+"""Snapshots and deltas made of given rows, without a model and without training."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hybridrec.checkpoint.delta_chain import DeltaManifest, RemovedEntry, delta_folder
 from hybridrec.checkpoint.files import write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, Manifest, TableEntry
+from hybridrec.checkpoint.points import read_point
 from hybridrec.checkpoint.saved_initializers import Banks
 from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.checkpoint.saving import encoded
@@ -75,6 +78,37 @@ def snapshot_of(folder: Path, *collections: list[TableEntry], banks: Banks | Non
         ranks=(),
     )
     write_file(folder, MANIFEST, manifest.encode(), 0)
+    return folder
+
+
+def delta_of(snapshot: Path, number: int, tables: list[TableEntry], removed: dict[str, list[Tensor]]) -> Path:
+    """A delta behind those that are there. ``removed``: table -> ids of each rank."""
+    folder = delta_folder(snapshot, number)
+    previous = read_point(snapshot if number == 1 else delta_folder(snapshot, number - 1)).digest
+    files = [
+        RemovedEntry(
+            collection="c0",
+            table=name,
+            file=replace(
+                write_file(folder, f"removed/{name}/{rank:05d}.ids", ids.numpy().tobytes(), rank), rows=len(ids)
+            ),
+        )
+        for name, by_rank in removed.items()
+        for rank, ids in enumerate(by_rank)
+    ]
+    ranks = [file.rank for table in tables for file in table.files] + [entry.file.rank for entry in files]
+    manifest = DeltaManifest(
+        number=number,
+        previous=previous,
+        step=1 + number,
+        world_size=max(ranks, default=0) + 1,
+        collections=(CollectionEntry(name="c0", ordinal=1, batches_committed=1, tables=tuple(tables)),),
+        removed=tuple(files),
+        dense=write_file(folder, "dense.pt", encoded({"model": {}, "optimizer": None}), 0),
+        ranks=(),
+    )
+    write_file(folder, MANIFEST, manifest.encode(), 0)
+    (snapshot / "deltas" / "newest").write_text(f"{number} {manifest.digest}")
     return folder
 
 

@@ -99,7 +99,8 @@ def test_columns_come_as_one_table(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kept", [39, 40])
 def test_columns_of_other_ids_are_refused(tmp_path: Path, kind: str, kept: int) -> None:
     ids, weights = rows_of(40, 4)
-    others = torch.cat([ids[:kept] + (kept == 40)])
+    others = ids[:kept].clone()
+    others[9] += kept == 40
     tables = [
         table_in(tmp_path / "s", "town[0:2]", ids, weights[:, :2], is_whole=True),
         table_in(tmp_path / "s", "town[2:4]", others, weights[:kept, 2:], is_whole=True),

@@ -78,17 +78,18 @@ def plain_configs(scenario: Scenario) -> list[Any]:
 
 
 def trained_and_converted(scenario: Scenario, path: Path) -> dict[str, Tensor]:
-    """While a pipeline has batches in flight; the bits are those that the model reads, and that it goes on with."""
+    """Of a delta, with batches in flight; the bits are those that the model reads, and that it goes on with."""
     with mock.patch.object(scenarios, "universe", lambda scenario, table: list(range(scenario.ids_per_table))):
         dmp, pipeline = build(scenario)
         batches = mine(scenario, all_batches(scenario))
     data = iter(batches)
-    for _ in range(3):
+    writer = checkpoint.DeltaWriter(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    for write in (lambda: None, writer.save_full, writer.save_delta):
         pipeline.progress(data)
+        write()
     random = torch.get_rng_state()
     plain = plain_of(scenario, dmp.module.ebc)
     assert torch.equal(torch.get_rng_state(), random)
-    checkpoint.save(path, dmp, pipeline=pipeline)
     from_snapshot = plain_of(scenario, path, plain_configs(scenario))
     assert weights_of(plain).keys() == {t.name for t in scenario.tables}
     for name, weight in weights_of(from_snapshot).items():
