@@ -65,3 +65,10 @@ get_gradient_division = _symbol("torchrec.distributed.comm_ops", "get_gradient_d
 EmptyFusedOptimizer = _symbol("torchrec.optim.fused", "EmptyFusedOptimizer")
 FusedOptimizer = _symbol("torchrec.optim.fused", "FusedOptimizer")
 FusedOptimizerModule = _symbol("torchrec.optim.fused", "FusedOptimizerModule")
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """What wrappers of TorchRec have inside, which does the step; the optimizer itself without them."""
+    while (inside := getattr(optimizer, "_optimizer", None)) is not None:
+        optimizer = inside
+    return optimizer

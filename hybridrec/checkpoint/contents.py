@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
+from hybridrec._compat.torchrec import torch_optimizer
 from hybridrec.backend import HOST
 from hybridrec.checkpoint.sharded import MODEL, OPTIMIZER
+from hybridrec.checkpoint.small_files import is_number, is_plain
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from hybridrec.distributed.sharded_tensors import check_trained_alike, fused_states, is_fused, sharded_weights
 from hybridrec.errors import ConfigError
@@ -18,6 +20,21 @@ from hybridrec.errors import ConfigError
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
 """What parameter groups have beside the settings of their optimizer."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
+_STATES_LIKE_PARAMETERS = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
+"""Each of their states is one value, or has the shape of its parameter."""
 
 
 # ---- optimizers ----------------------------------------------------------------------------------------------------
@@ -130,11 +147,51 @@ def check_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
         if mine["kind"] != theirs["kind"]:
             raise ConfigError(f"{where}: the snapshot has a {theirs['kind']} optimizer, this one is {mine['kind']}.")
         _check_groups(where, _groups(theirs), _groups(mine))
-        if mine["kind"] == "torch":
-            continue
-        known = {_without_wrapper(name) for name in leaf.params}
-        if unknown := sorted(set(theirs["state"]) - known):
-            raise ConfigError(f"{where}: the snapshot has state of {unknown}. Parameters here: {sorted(known)}.")
+        parameters = _parameters(leaf)
+        if unknown := sorted(set(_states(theirs)) - parameters.keys()):
+            raise ConfigError(f"{where}: the snapshot has state of {unknown}. Parameters here: {sorted(parameters)}.")
+        has_like = type(torch_optimizer(leaf)) in _STATES_LIKE_PARAMETERS
+        for name, states in _states(theirs).items():
+            like = parameters[name] if has_like else None
+            for key, value in states.items():
+                _check_state(f"{where}: {key!r} of {name!r}", value, _states(mine).get(name, {}).get(key), like)
+
+
+def _parameters(leaf: Any) -> dict[str | int, Tensor]:
+    """By what names them in `_leaf_state`."""
+    if isinstance(leaf, KeyedOptimizer):
+        return {_without_wrapper(name): p for name, p in leaf.params.items()}
+    return dict(enumerate(p for group in leaf.param_groups for p in group["params"]))
+
+
+def _states(leaf: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
+    """Of each parameter, in what `_leaf_state` gave."""
+    states: Mapping[Any, Mapping[str, Any]] = leaf["state"] if leaf["kind"] == "keyed" else leaf["state"]["state"]
+    return states
+
+
+def _check_state(what: str, saved: Any, now: Any, like: Tensor | None) -> None:
+    """A state of a parameter has the shape, and the kind of values, of that which is there.
+
+    Args:
+        what: It is, for the message.
+        saved: In the snapshot.
+        now: What the optimizer has; None: nothing yet.
+        like: The parameter, if all states of such an optimizer are like it, or one value.
+    """
+    shapes = [] if like is None else [[], [1], list(like.shape)]
+    is_float = None
+    if isinstance(now, Tensor):
+        shapes, is_float = [list(now.shape)], now.is_floating_point()
+    if isinstance(saved, Tensor):
+        shape, is_right = list(saved.shape), is_plain(saved) and is_float in (None, saved.is_floating_point())
+    else:
+        shape, is_right = [], not shapes or is_number(saved) or (saved is None and now is None)
+    if not is_right or (shapes and shape not in shapes):
+        kind = f"{saved.dtype} {shape}" if isinstance(saved, Tensor) else f"a {type(saved).__name__}"
+        raise ConfigError(
+            f"{what} is {kind} in the snapshot. Accepted: shapes {shapes or 'of any kind'}, values like those of now."
+        )
 
 
 def _groups(leaf: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -157,6 +214,18 @@ def _check_groups(where: str, saved: list[dict[str, Any]], now: list[dict[str, A
                 f"{where}: it is of another class than that of the snapshot, whose groups have {sorted(left)}; those "
                 f"of this one have {sorted(come)}. Pass an optimizer like the one that was saved."
             )
+        for key in before.keys() & after.keys() - {"params"}:
+            if not _is_like(before[key], after[key]):
+                raise ConfigError(f"{where}: {key!r} is {before[key]!r} in the snapshot and {after[key]!r} here.")
+
+
+def _is_like(before: Any, after: Any) -> bool:
+    """Whether two settings of an optimizer can stand for each other."""
+    if is_number(before) and is_number(after):
+        return True
+    if isinstance(before, list | tuple) and isinstance(after, list | tuple):
+        return len(before) == len(after) and all(map(_is_like, before, after))
+    return before is None or after is None or type(before) is type(after)
 
 
 def _without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,6 +280,15 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type not in state and hasattr(module, "get_rng_state"):
         state[device.type] = module.get_rng_state(device)
     return state
+
+
+def check_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Raise what `set_random_state` would raise; the generators stay as they are."""
+    now = random_state(device)
+    try:
+        set_random_state(state, device)
+    finally:
+        set_random_state(now, device)
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:

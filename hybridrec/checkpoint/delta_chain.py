@@ -13,6 +13,7 @@ from hybridrec.checkpoint.manifest import (
     MANIFEST,
     CollectionEntry,
     FileEntry,
+    check_counts,
     check_writers,
     collection_of,
     decoded,
@@ -66,7 +67,8 @@ class DeltaManifest:
 
     def __post_init__(self) -> None:
         """`ValueError` for a file of a rank that there was not."""
-        check_writers(self.files(), self.world_size)
+        check_counts("of the manifest", number=self.number)
+        check_writers(self.files(), self.step, self.world_size)
 
     def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridrec.backend import HOST
 from hybridrec.checkpoint.manifest import FileEntry, TableEntry
 from hybridrec.errors import StateError
 from hybridrec.store.row_export import RowChunk, ShardRows
@@ -198,25 +197,6 @@ def _read_array(stream: BinaryIO, path: Path, dtype: str, n: int) -> NDArray[Any
             raise StateError(f"{path} is damaged: it ends too early. Load an older snapshot.")
         view = view[got:]
     return array
-
-
-def read_values(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Tensors and plain values by name; nothing in the file is run.
-
-    Args:
-        path: Of a file that was verified.
-        keys: Names that it must have.
-
-    Raises:
-        StateError: It is something else; names it.
-    """
-    try:
-        values = torch.load(path, map_location=HOST, weights_only=True)
-    except Exception as e:  # what is damaged raises about anything
-        raise StateError(f"{path} is damaged or forged: {type(e).__name__}: {e}. Load an older snapshot.") from e
-    if not isinstance(values, dict) or not set(keys) <= values.keys():
-        raise StateError(f"{path} is damaged or forged: it has no {sorted(keys)}. Load an older snapshot.")
-    return values
 
 
 def verify(folder: Path, file: FileEntry) -> None:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from hybridrec.checkpoint.arguments import Ids
 from hybridrec.checkpoint.delta_chain import newest_delta, read_delta
-from hybridrec.checkpoint.files import read_rows, read_values
+from hybridrec.checkpoint.files import read_rows
 from hybridrec.checkpoint.followed_rows import FollowedRows, RowStorage
 from hybridrec.checkpoint.followed_tables import FollowedTables, Key, Unknown
 from hybridrec.checkpoint.manifest import MANIFEST, Manifest, TableEntry, read_manifest
 from hybridrec.checkpoint.points import Layer, delta_layer
 from hybridrec.checkpoint.saved_tables import layout_of
 from hybridrec.checkpoint.sharded import MODEL, ShardedReader
+from hybridrec.checkpoint.small_files import read_dense
 from hybridrec.checkpoint.snapshot import resolve
 from hybridrec.errors import HybridRecError, StateError
 from hybridrec.store.row_export import RowChunk
@@ -135,7 +136,7 @@ class Follower:
         try:
             entries = {(c.name, table.name): table for c in layer.manifest.collections for table in c.tables}
             taken = {key: self._rows_after(layer, key, entry) for key, entry in entries.items()}
-            dense = read_values(layer.folder / layer.manifest.dense.name, ("model",))
+            dense = read_dense(layer.folder / layer.manifest.dense.name)
             sharded = ShardedReader(layer.folder, layer.manifest.sharded).read_whole(MODEL)
         except BaseException as e:
             for key, mark in marks.items():
@@ -152,7 +153,7 @@ class Follower:
             dense=dense["model"] | sharded,
             entries=entries,
             versions={key: rows for key, (rows, _) in taken.items()},
-            banks=dense.get("banks", {}) if before is None or is_snapshot else before.banks,
+            banks=dense["banks"] if before is None or is_snapshot else before.banks,
         )
         self._storages = {key: rows.storage for key, (rows, _) in taken.items()}
         if before is not None:

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrec.backend import HOST
 from hybridrec.checkpoint import contents
+from hybridrec.checkpoint.column_rows import digests_of_columns, require_same_rows
 from hybridrec.checkpoint.entries import table_entry
 from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.finite import NonFiniteRows
-from hybridrec.checkpoint.manifest import CollectionEntry, FileEntry, TableEntry
+from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, TableEntry
 from hybridrec.checkpoint.points import Layer, Point, read_point, rows_at
 from hybridrec.checkpoint.saving import MAX_THREADS, log_done
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
+from hybridrec.checkpoint.small_files import describing, read_dense, read_own
 from hybridrec.distributed.column_parts import columns_of, covering, recut
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
@@ -121,13 +122,22 @@ class _Reader:
             files = _share(point, ranks)
             with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as pool:
                 list(pool.map(lambda pair: pair[0].verify(pair[1]), files))  # the list: raises what a call raised
+            digests_of_rows = digests_of_columns(point, self._table_names(), files)
+        everyone = ranks.gather(digests_of_rows)
+        is_same = manifest.world_size == ranks.world_size
         with ranks.together():
-            dense = _decoded(folder, manifest.dense)
-            owned = [_decoded(folder, file) for file in manifest.ranks]
-            self._check_dense(model, optimizer, dense)
+            require_same_rows(point, everyone)
+            dense = read_dense(folder / manifest.dense.name)
+            owned = self._owned(point.last)
+            self._check_dense(model, dense)
+            if is_same:
+                with describing(folder / manifest.ranks[ranks.rank].name):
+                    contents.check_random_state(owned[ranks.rank]["random"], self._device())
             reader = ShardedReader(folder, manifest.sharded)
             sharded = contents.sharded_tensors(model, optimizer)
         self._check_sharded(reader, sharded, has_optimizer=optimizer is not None)
+        with ranks.together(), describing(folder / manifest.dense.name):
+            self._check_optimizer(optimizer, dense)
         for module in self._collections.values():
             with ranks.together():
                 module.lookup.require_idle()
@@ -136,7 +146,7 @@ class _Reader:
                 rates = {table: rate for own in owned for table, rate in own["rates"].items()}
                 self._apply(point, model, optimizer, dense, rates, lambda: reader.read_into(sharded))
                 reload(model, contents.weights_of(sharded))
-                steps = [(path, n) for own in owned for path, n in own.get("steps", {}).items()]
+                steps = [(path, n) for own in owned for path, n in own["steps"].items()]
                 set_optimizer_steps(model, dict(sorted(steps, key=lambda entry: entry[1])))
         except Exception as e:
             for module in self._collections.values():  # on all ranks, so that none waits for one that refuses
@@ -144,7 +154,6 @@ class _Reader:
             raise
         if pipeline is not None:
             pipeline.resume_at(manifest.step)
-        is_same = manifest.world_size == ranks.world_size
         if is_same:
             contents.set_random_state(owned[ranks.rank]["random"], self._device())
         self._non_finite.report(folder)
@@ -181,7 +190,7 @@ class _Reader:
                 for source in covering(part, entries, _WHERE):
                     _check_table(entries[source.name], now)
 
-    def _check_dense(self, model: nn.Module, optimizer: Any, dense: dict[str, Any]) -> None:
+    def _check_dense(self, model: nn.Module, dense: dict[str, Any]) -> None:
         tensors = dict(dense_tensors(model))
         _check_names("parameters and buffers", dense["model"], tensors)
         for name, tensor in tensors.items():
@@ -191,6 +200,8 @@ class _Reader:
                     f"{name!r} is {saved.dtype} {list(saved.shape)} in the snapshot and {tensor.dtype} "
                     f"{list(tensor.shape)} in the model. Load it into the model that it was saved from."
                 )
+
+    def _check_optimizer(self, optimizer: Any, dense: dict[str, Any]) -> None:
         if optimizer is not None:
             if dense["optimizer"] is None:
                 raise ConfigError("load: an optimizer was given, but none was given to save(). Leave it out.")
@@ -203,6 +214,21 @@ class _Reader:
         with self._ranks.together():
             _check_names("tables that TorchRec shards, and their states,", saved, everyone)
             check_sharded(saved, now)
+            reader.check_into(now)
+
+    def _owned(self, layer: Layer) -> list[dict[str, Any]]:
+        """What each rank of the run had for itself."""
+        manifest = layer.manifest
+        if [file.rank for file in manifest.ranks] != list(range(manifest.world_size)):
+            raise StateError(
+                f"{layer.folder / MANIFEST} is damaged or forged: of {manifest.world_size} ranks it has the files of "
+                f"{[file.rank for file in manifest.ranks]}. Load an older snapshot."
+            )
+        return [read_own(layer.folder / file.name) for file in manifest.ranks]
+
+    def _table_names(self) -> dict[str, list[str]]:
+        """Of each collection now."""
+        return {name: [c.name for c in module.table_configs] for name, module in self._collections.items()}
 
     # ---- changing ----------------------------------------------------------------------------------------------------
 
@@ -332,8 +358,3 @@ def _check_table(saved: TableEntry, now: TableEntry) -> None:
                 f"table {saved.name!r}: {name} is {before!r} in the snapshot and {after!r} in the model. Load it into "
                 "the model that it was saved from."
             )
-
-
-def _decoded(folder: Path, file: FileEntry) -> Any:
-    """Tensors and plain values; nothing in the file is run."""
-    return torch.load(folder / file.name, map_location=HOST, weights_only=True)

@@ -15,6 +15,8 @@ from hybridrec.row_type import RowType
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+LAST_ORDINAL = 2**32 - 3
+"""Scores are uint32, and two of them are not those of a batch."""
 T = TypeVar("T")
 
 
@@ -33,11 +35,10 @@ class FileEntry:
 
     def __post_init__(self) -> None:
         """`ValueError` for a name that leads out of the folder, or a number that is none: of a forged manifest."""
+        check_counts(f"of {self.name!r}", rank=self.rank, bytes=self.bytes, rows=self.rows)
         path = PurePosixPath(self.name)
         if not path.parts or path.is_absolute() or ".." in path.parts:
             raise ValueError(f"it has the file {self.name!r}, which is not inside of its folder")
-        if self.bytes < 0 or self.rows < 0:
-            raise ValueError(f"it has {self.rows:,} rows in {self.bytes:,} bytes of {self.name!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class TableEntry:
 
     def __post_init__(self) -> None:
         """`ValueError` for rows that the files do not have room for: memory is taken for so many."""
+        check_counts(f"of table {self.name!r}", dim=self.dim, chunk_rows=self.chunk_rows)
         row_bytes = 12 + 4 * self.record_floats  # id, score, record
         for file in self.files:
             if self.chunk_rows < 1 or file.bytes != file.rows * row_bytes:
@@ -98,6 +100,12 @@ class CollectionEntry:
     """Steps of its optimizer."""
     tables: tuple[TableEntry, ...]
 
+    def __post_init__(self) -> None:
+        """`ValueError` for what no batch can have had."""
+        check_counts(
+            f"of collection {self.name!r}", most=LAST_ORDINAL, ordinal=self.ordinal, committed=self.batches_committed
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -119,7 +127,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         """`ValueError` for a file of a rank that there was not."""
-        check_writers(self.files(), self.world_size)
+        check_writers(self.files(), self.step, self.world_size)
 
     def files(self) -> tuple[FileEntry, ...]:
         """All but the manifest itself."""
@@ -138,8 +146,22 @@ class Manifest:
         return digest_of({"format": FORMAT, **dataclasses.asdict(self)})
 
 
-def check_writers(files: Iterable[FileEntry], world_size: int) -> None:
+def check_counts(where: str, *, most: int = 2**63 - 1, **counts: Any) -> None:
+    """`ValueError` for numbers, by name, that are no count of anything.
+
+    Args:
+        where: They are, for the message.
+        most: What they can be.
+        counts: By name.
+    """
+    for name, value in counts.items():
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{name} {where} is {value!r}")
+
+
+def check_writers(files: Iterable[FileEntry], step: int, world_size: int) -> None:
     """`ValueError` for a file of a rank that there was not: ranks share by it which files they verify."""
+    check_counts("of the manifest", step=step, world_size=world_size)
     for file in files:
         if file.rank not in range(world_size):
             raise ValueError(f"{file.name!r} is of rank {file.rank!r} of {world_size}")

@@ -6,12 +6,11 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from hybridrec.backend import HOST
 from hybridrec.checkpoint.files import verify
 from hybridrec.checkpoint.manifest import FileEntry
+from hybridrec.checkpoint.small_files import read_dense
 from hybridrec.errors import ConfigError
 from hybridrec.store.initializer import Bank, Constant, Normal, Uniform
 
@@ -33,11 +32,10 @@ def read_banks(folder: Path, dense: FileEntry) -> Banks:
         dense: The file that holds them.
 
     Raises:
-        StateError: The file is missing, cut or altered; names it.
+        StateError: The file is missing, cut, altered or something else; names it.
     """
     verify(folder, dense)
-    content = torch.load(folder / dense.name, map_location=HOST, weights_only=True, mmap=True)
-    banks: Banks = content.get("banks", {})
+    banks: Banks = read_dense(folder / dense.name, mmap=True)["banks"]
     return banks
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.files import sync_folder, sync_tree, write_file, write_rows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, Manifest
 from hybridrec.checkpoint.sharded import ShardedWriter
+from hybridrec.checkpoint.small_files import encoded
 from hybridrec.checkpoint.writer_lock import WriterLock
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
@@ -374,10 +374,3 @@ def log_done(what: str, folder: Path, manifests: Sequence[Manifest | DeltaManife
     total = sum(file.bytes for m in manifests for file in m.files())
     seconds = time.monotonic() - began
     logger.info("%s %s: step %d, %d rows, %d bytes, %.1f s", what, folder, manifests[-1].step, rows, total, seconds)
-
-
-def encoded(value: Any) -> memoryview:
-    """Tensors and plain values as a file's contents."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getbuffer()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hybridrec.backend import HOST
@@ -143,6 +143,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _Rehearsal(DefaultLoadPlanner):
+    """Gives the reader tensors without memory to fill."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        found: Tensor = super().resolve_tensor(read_item)
+        return torch.empty_like(found, device="meta")
+
+
 class ShardedReader(FileSystemReader):
     """Sharded tensors of a snapshot or delta whose files were verified."""
 
@@ -200,10 +208,27 @@ class ShardedReader(FileSystemReader):
         return {name: (t.properties.dtype, list(t.size)) for name, t in entries if isinstance(t, TensorStorageMetadata)}
 
     def read_into(self, tensors: Mapping[str, Any]) -> None:
-        """Fill tensors in place, however they are sharded now; `shapes` is theirs. Not collective."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), self._metadata, True)
-        self.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        """Fill tensors in place, however they are sharded now; `shapes` is theirs. Not collective.
+
+        Raises:
+            StateError: A part is not what the metadata says; names it. Others may have been filled.
+        """
+        self._read(tensors, DefaultLoadPlanner)
+
+    def check_into(self, tensors: Mapping[str, Any]) -> None:
+        """Read what `read_into` would, and fill nothing: raises what it would raise."""
+        self._read(tensors, _Rehearsal)
+
+    def _read(self, tensors: Mapping[str, Any], kind: type[DefaultLoadPlanner]) -> None:
+        planner = kind(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            planner.set_up_planner(dict(tensors), self._metadata, True)
+            self.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        except Exception as e:  # a forged part raises about anything
+            raise StateError(
+                f"{self._file.parent} is damaged or forged: its parts are not what {_METADATA} says "
+                f"({type(e).__name__}: {e}). Load an older snapshot."
+            ) from e
 
     def read_whole(self, prefix: str = "") -> dict[str, Tensor]:
         """Those whose name begins so, without it: whole, in host memory."""

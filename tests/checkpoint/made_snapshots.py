@@ -14,7 +14,7 @@ from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, Manifest, T
 from hybridrec.checkpoint.points import read_point
 from hybridrec.checkpoint.saved_initializers import Banks
 from hybridrec.checkpoint.saved_tables import layout_of
-from hybridrec.checkpoint.saving import encoded
+from hybridrec.checkpoint.small_files import encoded
 from hybridrec.row_type import RowType
 from hybridrec.store.row_export import RowChunk
 from hybridrec.store.row_state_layout import RowStateLayout
