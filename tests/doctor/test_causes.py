@@ -62,12 +62,12 @@ def test_a_missing_driver_and_what_is_not_known() -> None:
 
 
 def plant_torch_npu(folder: Path, source: str) -> dict[str, str]:
-    """A torch_npu that torch loads by itself. Returns the environment that sees it."""
+    """A torch_npu that torch loads by itself, made for no torch of a stack. Returns the environment that sees it."""
     (folder / "torch_npu").mkdir()
     (folder / "torch_npu" / "__init__.py").write_text(source)
-    distribution(folder, "torch-npu", "2.10.0.post7", "torch==2.10.0")
+    distribution(folder, "torch-npu", "2.7.1.post4", "torch==2.7.1")
     entry = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
-    (folder / "torch_npu-2.10.0.post7.dist-info" / "entry_points.txt").write_text(entry)
+    (folder / "torch_npu-2.7.1.post4.dist-info" / "entry_points.txt").write_text(entry)
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
 
 
@@ -86,7 +86,7 @@ def test_without_cann_the_doctor_says_so_and_goes_on_without_the_extension(tmp_p
     torch_version = importlib.metadata.version("torch")
     (npu,) = found["torch-npu"]
     assert npu["status"] == "warn"
-    assert npu["value"] == f"2.10.0.post7 works with torch 2.10.0 alone, and torch here is {torch_version}."
+    assert npu["value"] == f"2.7.1.post4 works with torch 2.7.1 alone, and torch here is {torch_version}."
 
 
 @pytest.mark.parametrize(

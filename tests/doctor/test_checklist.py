@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -38,6 +39,8 @@ def on_simulated_npu(folder: Path, *arguments: str) -> tuple[subprocess.Complete
     package = folder / "torch_npu"
     package.mkdir()
     (package / "__init__.py").write_text(SIMULATED_TORCH_NPU)
+    if torch.version.cuda is not None:  # torch_npu is refused beside it before it is imported: be the CPU build
+        (folder / "sitecustomize.py").write_text("import torch\ntorch.version.cuda = None\n")
     path = os.pathsep.join([str(folder), str(ROOT)])
     done = run_checklist("npu", folder / "out" / "report", *arguments, PYTHONPATH=path)
     assert (folder / "out" / "report.json").exists(), done.stdout + done.stderr
@@ -53,7 +56,7 @@ def test_on_the_simulated_npu(tmp_path: Path) -> None:
     assert found["collectives"][1].startswith("exact: hccl between 1 rank; gloo between 2 ranks; one device")
     assert all(found[step] == ("skipped", f"not asked for: --step {step}") for step in checklist.STEPS[2:])
     assert (report["device"], report["complete"], report["exit_status"]) == ("npu", True, 0)
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == importlib.metadata.version("torch")
     text = (tmp_path / "out" / "report.txt").read_text()
     assert text.rstrip().endswith("device 'npu': 2 passed, 0 failed, 4 skipped")
     assert "all_to_all of 1048576 elements" in text
@@ -77,7 +80,8 @@ def test_without_the_device_one_sentence_says_why_and_what_to_do(tmp_path: Path)
     done = run_checklist("cuda", tmp_path / "report")
     assert done.returncode == checklist.NO_DEVICE
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("device 'cuda' cannot be verified here: torch ") and "; install hybridrec[cuda]" in last
+    remedy = "; install hybridrec[cuda]" if torch.version.cuda is None else "finds no usable GPU; check that nvidia-smi"
+    assert last.startswith("device 'cuda' cannot be verified here: torch ") and remedy in last
     assert list(tmp_path.iterdir()) == []
 
 
