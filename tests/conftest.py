@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -18,9 +19,10 @@ from tools.status_matrix import VERSIONS_OF
 MAX_WORLD_SIZE = 4
 MAX_NPU_WORLD_SIZE = 2
 
-hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
-hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.register_profile("deep", max_examples=2000, deadline=None)
+_UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("dev", max_examples=25, **_UNTIMED)
+hypothesis.settings.register_profile("ci", max_examples=100, derandomize=True, print_blob=True, **_UNTIMED)
+hypothesis.settings.register_profile("deep", max_examples=2000, **_UNTIMED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 

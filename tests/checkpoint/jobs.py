@@ -70,7 +70,8 @@ def start(
         path.unlink()
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command = [sys.executable, *launcher, f"--max-restarts={max_restarts}", "--monitor-interval=0.05", "-m", module]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if max_restarts:  # docs/checkpoint.md says why
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with open(log, "ab") as out:

@@ -17,7 +17,8 @@ from tests.checkpoint.dying_saver import EVERY, SCENARIO, WORLD_SIZE
 from tests.checkpoint.jobs import ROOT
 from tests.checkpoint.runs import build
 from tests.checkpoint.strikes import Strike
-from tests.distributed.test_dead_ranks import SECONDS, START_SECONDS, free_port
+from tests.distributed.test_dead_ranks import SECONDS, START_SECONDS
+from tests.ports import free_port
 from tests.ranks import RankPools
 
 

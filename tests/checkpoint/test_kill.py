@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from hybridrec import ConfigError, HybridTrainPipelineSparseDist, checkpoint
 from tests.checkpoint.killed_run import DELTA_STAGES, DELTAS, SCENARIO, STAGES, run
 from tests.checkpoint.runs import build
+from tests.ports import free_port
 from tests.ranks import RankPools
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +26,7 @@ KILL_SECONDS = 240
 
 def run_killed(world_size: int, folder: Path, victim: int, stage: str, number: int, *options: str) -> None:
     """Start the ranks; one kills itself, the others are killed then."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    module = "tests.checkpoint.killed_run"
+    module, port = "tests.checkpoint.killed_run", free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", module, str(rank), str(world_size), str(port), str(folder)]

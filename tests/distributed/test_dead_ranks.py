@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from hybridrec.distributed.watchdog import Watch, watch_of
 from tests.distributed.dying_ranks import WORLD_SIZE
 from tests.distributed.test_pipeline_life import Run
 from tests.distributed.test_uneven_ranks import Kept
+from tests.ports import free_port
 from tests.ranks import RankFailure, RankPool
 
 SECONDS = 100.0
@@ -35,12 +35,6 @@ SECONDS = 100.0
 START_SECONDS = 300.0
 """Three processes import torch and train a few steps, beside whatever else runs."""
 EXIT_SECONDS = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def survivors(depth: str, victim: int, signal_name: str, directory: Path) -> dict[int, dict[str, object]]:
@@ -133,6 +127,7 @@ def slow_loader(folder: Path) -> list[str]:
         for _ in range(4):
             run.pipeline.progress(iterator)
         teller.join()
+        dist.barrier()  # a rank whose watch has ended is silent
         watch.end()
         return told(kept)
 
@@ -257,7 +252,7 @@ def raises_its_own_error(text: str) -> None:
 
 
 def suspended() -> str | None:
-    """All ranks are stopped for 5 s, in the middle of a stage, and go on."""
+    """All ranks are stopped for 9 s, in the middle of a stage, and go on."""
     group = dist.new_group(backend="gloo")
     watch = watch_of(group)
     assert watch is not None
@@ -265,14 +260,14 @@ def suspended() -> str | None:
     dist.all_gather_object(everyone, os.getpid())
     pids = " ".join(map(str, everyone))
     with impatient():
-        watch.dead_seconds = 2.5
+        watch.dead_seconds = 6.0
         with watch.stage("load", 0):
             time.sleep(1.0)
             if dist.get_rank() == 0:
-                subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 5; kill -CONT {pids}"]).wait()
-            else:
-                time.sleep(6.0)
+                subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 9; kill -CONT {pids}"]).wait()
+            dist.barrier()
             time.sleep(1.5)
+        dist.barrier()  # a rank whose watch has ended is silent
         verdict = watch.verdict
     watch.end()
     return verdict

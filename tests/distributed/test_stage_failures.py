@@ -14,8 +14,8 @@ import pytest
 from hybridrec.distributed.input_dist import HashInputDist
 from hybridrec.distributed.lookup import PooledLookup
 from tests.distributed.pipelines import PipelineBatch
-from tests.distributed.test_dead_ranks import free_port
 from tests.distributed.test_pipeline_life import Run
+from tests.ports import free_port
 from tests.ranks import RankPools
 
 STAGES = ("load", "copy", "dist", "map", "swap", "forward", "backward", "optimizer")

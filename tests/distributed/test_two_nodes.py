@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,18 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.ports import free_port
 from tests.repo.sources import ROOT
 
 WATCHDOG_SECONDS = 280.0
 STOP_SECONDS = 60.0
 Ranks = list[tuple[dict[str, Any], dict[str, np.ndarray]]]
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody has now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def torchrun(agents: list[list[str]], loop: str, out: Path) -> Ranks:
