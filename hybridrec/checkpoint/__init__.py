@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hybridrec.checkpoint.recsdk import ImportedTable, RecsdkImport, import_recsdk
     from hybridrec.checkpoint.recsdk_files import RecsdkSave, read_recsdk
     from hybridrec.checkpoint.safetensors import export_safetensors
+    from hybridrec.checkpoint.saved_initializers import saved_init_fn
     from hybridrec.checkpoint.saving import Saving, save
     from hybridrec.checkpoint.snapshot import latest
     from hybridrec.checkpoint.table_import import import_table
@@ -45,6 +46,7 @@ __all__ = [
     "load",
     "read_recsdk",
     "save",
+    "saved_init_fn",
     "to_embedding_bag_collection",
     "to_embedding_collection",
 ]
@@ -69,6 +71,7 @@ _MODULE_OF_NAME = {
     "load": "loading",
     "read_recsdk": "recsdk_files",
     "save": "saving",
+    "saved_init_fn": "saved_initializers",
     "to_embedding_bag_collection": "plain_collections",
     "to_embedding_collection": "plain_collections",
 }

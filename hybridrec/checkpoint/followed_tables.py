@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +15,17 @@ from hybridrec.checkpoint.arguments import Ids, as_tensor
 from hybridrec.checkpoint.followed_rows import FollowedRows
 from hybridrec.checkpoint.manifest import TableEntry
 from hybridrec.checkpoint.saved_initializers import Banks, initializer_of
-from hybridrec.checkpoint.saved_tables import layout_of
+from hybridrec.checkpoint.saved_tables import columns_of, layout_of
 from hybridrec.errors import ConfigError
-from hybridrec.native import initial_rows, mix64, table_seed
+from hybridrec.native import initial_rows, mix64
 from hybridrec.native.protocol import ShardSpec
 from hybridrec.row_type import RowType
+from hybridrec.store.initializer import initial_spec
 from hybridrec.store.row_export import RowChunk
 
 Key = tuple[str, str]
 """Collection, table."""
 Unknown = Literal["initial", "zeros"]
-
-_COLUMNS = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,24 +108,12 @@ class FollowedTables:
     def _spec(self, key: Key) -> ShardSpec:
         """What initial rows of a table, or of columns of one, follow from."""
         entry = self.entries[key]
-        table, first = _columns_of(entry) or (entry.name, 0)
+        table, first = columns_of(entry) or (entry.name, 0)
         bank = self.banks.get(key[0], {}).get(table)
         bank = None if bank is None else bank[:, first : first + entry.dim]
         remedy = "Pass unknown='zeros', or follow a newer snapshot."
         initializer = initializer_of(entry.initializer, bank, table, remedy)
-        return ShardSpec(
-            name=table,
-            dim=entry.dim,
-            num_row_states=0,
-            num_row_wise_states=0,
-            state_initial_values=(),
-            num_slots=0,
-            planned_rows=0,
-            row_type=RowType[entry.row_type],
-            first_column=first,
-            table_seed=table_seed(entry.seed, table),
-            **initializer.to_spec_fields(),
-        )
+        return initial_spec(table, entry.dim, entry.seed, initializer, RowType[entry.row_type], first_column=first)
 
     def _parts(self, table: str, collection: str | None) -> list[Key]:
         """The table; or its columns from left to right."""
@@ -135,7 +121,7 @@ class FollowedTables:
         found = [key for key in mine if key[1] == table]
         columns: dict[str, dict[int, Key]] = {}
         for key in mine:
-            of = _columns_of(self.entries[key])
+            of = columns_of(self.entries[key])
             if of is not None and of[0] == table:
                 columns.setdefault(key[0], {})[of[1]] = key
         if found or len(columns) != 1:
@@ -150,11 +136,3 @@ class FollowedTables:
                 f"table): {list(self.entries)}."
             )
         return found[0]
-
-
-def _columns_of(entry: TableEntry) -> tuple[str, int] | None:
-    """(table, first column), if the entry is of columns of a table."""
-    match = _COLUMNS.fullmatch(entry.name)
-    if match is None or entry.is_row_wise or int(match[3]) - int(match[2]) != entry.dim:
-        return None
-    return match[1], int(match[2])

@@ -21,6 +21,7 @@ from hybridrec.checkpoint.exchange import Ranks
 from hybridrec.checkpoint.finite import NonFiniteRows
 from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, TableEntry
 from hybridrec.checkpoint.points import Layer, Point, read_point, rows_at
+from hybridrec.checkpoint.saved_initializers import needs_bank
 from hybridrec.checkpoint.saving import MAX_THREADS, log_done
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
 from hybridrec.checkpoint.small_files import describing, read_dense, read_own
@@ -354,7 +355,12 @@ def _check_table(saved: TableEntry, now: TableEntry) -> None:
     }
     for name, (before, after) in pairs.items():
         if before != after:
+            remedy = "Load it into the model that it was saved from."
+            if name == "initializer" and needs_bank(saved.initializer) and needs_bank(now.initializer):
+                remedy = (
+                    "If it is the same init_fn, which makes other bits on another version of torch, give the config "
+                    "init_fn=checkpoint.saved_init_fn(path, table)."
+                )
             raise ConfigError(
-                f"table {saved.name!r}: {name} is {before!r} in the snapshot and {after!r} in the model. Load it into "
-                "the model that it was saved from."
+                f"table {saved.name!r}: {name} is {before!r} in the snapshot and {after!r} in the model. {remedy}"
             )

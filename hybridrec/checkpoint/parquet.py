@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrec.checkpoint.row_file import dim_error, file_error
+from hybridrec.checkpoint.row_file import RowFile, dim_error, file_error
 from hybridrec.checkpoint.saved_tables import Chunks, SavedTable, export_tables
 from hybridrec.errors import ConfigError
 
@@ -66,29 +66,20 @@ def _write(path: Path, table: SavedTable) -> Iterator[int]:
             yield len(ids_N)
 
 
-class ParquetFile:
+class ParquetFile(RowFile):
     """Columns ``id``, int64, and ``embedding``, lists of float32 or float16; other columns do not matter."""
 
-    def __init__(self, path: Path, dim: int) -> None:
-        """
-        Args:
-            path: Of the file.
-            dim: D of the table that it is for.
-
-        Raises:
-            ConfigError: pyarrow is missing, or it is no such file; says what is wrong.
-        """
-        self._path, self._dim = path, dim
+    def _open(self) -> int:
         pa, pq = _pyarrow()
         self._errors = (pa.ArrowException, OSError)
         try:
             self._file = pq.ParquetFile(
-                path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+                self._path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
             )
         except self._errors as e:
             raise self._damaged(e) from e
-        self.rows: int = self._file.metadata.num_rows
         self._check(pa, self._file.schema_arrow)
+        return int(self._file.metadata.num_rows)
 
     def _check(self, pa: Any, schema: Any) -> None:
         names = schema.names
@@ -107,20 +98,21 @@ class ParquetFile:
         if is_fixed and kind.list_size != self._dim:
             raise dim_error(self._path, kind.list_size, self._dim)
 
-    def ids(self, n: int) -> Iterator[Tensor]:
-        for batch in self._batches(n, ["id"], None):
-            yield self._ids_of(batch)
-
-    def chunks(self, n: int, part: int = 0, num_parts: int = 1) -> Chunks:
-        for batch in self._batches(n, ["id", "embedding"], range(part, self._file.num_row_groups, num_parts)):
+    def chunks(self, n: int) -> Chunks:
+        for batch in self._batches(n, ["id", "embedding"], None):
             ids_N = self._ids_of(batch)
             yield ids_N, self._embeddings_of(batch, ids_N)
 
-    def _batches(self, n: int, columns: list[str], groups: range | None) -> Iterator[Any]:
+    def part(self, n: int, part: int, num_parts: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for group in range(self._file.num_row_groups):
+            is_mine = group % num_parts == part
+            for batch in self._batches(n, ["id", "embedding"] if is_mine else ["id"], [group]):
+                ids_N = self._ids_of(batch)
+                yield ids_N, self._embeddings_of(batch, ids_N) if is_mine else None
+
+    def _batches(self, n: int, columns: list[str], groups: list[int] | None) -> Iterator[Any]:
         try:
-            yield from self._file.iter_batches(
-                n, columns=columns, row_groups=groups if groups is None else list(groups)
-            )
+            yield from self._file.iter_batches(n, columns=columns, row_groups=groups)
         except self._errors as e:
             raise self._damaged(e) from e
 

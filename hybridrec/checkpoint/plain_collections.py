@@ -25,9 +25,9 @@ from hybridrec.distributed.sharded_collection import ShardedHashCollection
 from hybridrec.distributed.watchdog import watched
 from hybridrec.errors import CapacityError, ConfigError
 from hybridrec.modules.hash_collection import HashCollection
-from hybridrec.native import initial_rows, mix64, table_seed
-from hybridrec.native.protocol import ShardSpec
+from hybridrec.native import initial_rows, mix64
 from hybridrec.row_type import RowType
+from hybridrec.store.initializer import initial_spec
 
 _CHUNK_ROWS = 65536
 
@@ -288,17 +288,6 @@ def _put_initial(table: _Table, weight_ND: Tensor, is_there_N: Tensor) -> None:
     missing_N = (is_there_N == 0).nonzero().flatten()
     if not len(missing_N):
         return
-    spec = ShardSpec(
-        name=table.name,
-        dim=table.dim,
-        num_row_states=0,
-        num_row_wise_states=0,
-        state_initial_values=(),
-        num_slots=0,
-        planned_rows=1,
-        row_type=table.row_type,
-        table_seed=table_seed(table.seed, table.name),
-        **table.initializer.to_spec_fields(),
-    )
+    spec = initial_spec(table.name, table.dim, table.seed, table.initializer, table.row_type)
     for ids in missing_N.split(_CHUNK_ROWS):
         weight_ND[ids] = initial_rows(spec, mix64(ids.contiguous())).to(torch.float32)

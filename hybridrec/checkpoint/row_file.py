@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from hybridrec.errors import ConfigError
 
 
-class RowFile(Protocol):
+class RowFile(ABC):
     """A file of R embeddings with their ids. What is wrong with it is a `ConfigError`, when it is opened or read."""
 
-    rows: int
-    """R."""
+    def __init__(self, path: Path, dim: int) -> None:
+        """
+        Args:
+            path: Of the file.
+            dim: D of the table that it is for.
 
-    def ids(self, n: int) -> Iterator[Tensor]:
-        """All ids, in order: int64 [at most n]."""
-        ...
+        Raises:
+            ConfigError: It is no such file, or what reads it is not installed; says what is wrong.
+        """
+        self._path, self._dim = path, dim
+        self.rows = self._open()
+        """R."""
 
-    def chunks(self, n: int, part: int = 0, num_parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids int64 [at most n] and embeddings float32 [at most n, D]: of the whole file, or of one part of it."""
-        ...
+    @abstractmethod
+    def _open(self) -> int:
+        """Check what it says of its contents; R."""
+
+    @abstractmethod
+    def chunks(self, n: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids int64 [at most n] and embeddings float32 [at most n, D], in order."""
+
+    @abstractmethod
+    def part(self, n: int, part: int, num_parts: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """As `chunks`; embeddings of one part of the file alone, None in place of others, which are not read."""
 
 
 def file_error(path: Path, problem: str, remedy: str) -> ConfigError:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrec.checkpoint.row_file import dim_error, file_error
+from hybridrec.checkpoint.row_file import RowFile, dim_error, file_error
 from hybridrec.checkpoint.saved_tables import Chunks, SavedTable, export_tables
 from hybridrec.errors import ConfigError
 from hybridrec.row_type import RowType
@@ -88,38 +88,35 @@ def _header(table: SavedTable, num_rows: int, room: int = 0) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class SafetensorsFile:
+class SafetensorsFile(RowFile):
     """``id`` I64 [R] and ``embedding`` F32, BF16 or F16 [R, D], wherever in the file; other tensors do not matter."""
 
-    def __init__(self, path: Path, dim: int) -> None:
-        """
-        Args:
-            path: Of the file.
-            dim: D of the table that it is for.
-
-        Raises:
-            ConfigError: It is no such file; says what is wrong.
-        """
-        self._path, self._dim = path, dim
-        header = _Header(path)
+    def _open(self) -> int:
+        header = _Header(self._path)
         self._id, shape, _ = header.tensor("id", ("I64",), "[R]")
-        self._embedding, (self.rows, columns), dtype = header.tensor("embedding", tuple(_DTYPES.values()), "[R, D]")
-        if shape != [self.rows]:
-            raise file_error(path, f"has {shape[0]:,} ids and {self.rows:,} embeddings", "Row by row they belong.")
-        if columns != dim:
-            raise dim_error(path, columns, dim)
+        self._embedding, (rows, columns), dtype = header.tensor("embedding", tuple(_DTYPES.values()), "[R, D]")
+        if shape != [rows]:
+            raise file_error(self._path, f"has {shape[0]:,} ids and {rows:,} embeddings", "Row by row they belong.")
+        if columns != self._dim:
+            raise dim_error(self._path, columns, self._dim)
         self._dtype = next(row_type.dtype for row_type, name in _DTYPES.items() if name == dtype)
+        return rows
 
-    def ids(self, n: int) -> Iterator[Tensor]:
+    def chunks(self, n: int) -> Chunks:
         for first in range(0, self.rows, n):
-            yield self._read(self._id + first * 8, min(n, self.rows - first), 1, torch.int64).flatten()
+            yield self._ids(first, n), self._embeddings(first, n)
 
-    def chunks(self, n: int, part: int = 0, num_parts: int = 1) -> Chunks:
-        for first in range(part * n, self.rows, num_parts * n):
-            count = min(n, self.rows - first)
-            ids_N = self._read(self._id + first * 8, count, 1, torch.int64).flatten()
-            at = self._embedding + first * self._dim * self._dtype.itemsize
-            yield ids_N, self._read(at, count, self._dim, self._dtype).to(torch.float32)
+    def part(self, n: int, part: int, num_parts: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for number, first in enumerate(range(0, self.rows, n)):
+            is_mine = number % num_parts == part
+            yield self._ids(first, n), self._embeddings(first, n) if is_mine else None
+
+    def _ids(self, first: int, n: int) -> Tensor:
+        return self._read(self._id + first * 8, min(n, self.rows - first), 1, torch.int64).flatten()
+
+    def _embeddings(self, first: int, n: int) -> Tensor:
+        at = self._embedding + first * self._dim * self._dtype.itemsize
+        return self._read(at, min(n, self.rows - first), self._dim, self._dtype).to(torch.float32)
 
     def _read(self, at: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         data = np.empty(rows * columns * dtype.itemsize, dtype=np.uint8)

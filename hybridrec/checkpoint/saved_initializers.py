@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from hybridrec.checkpoint.files import verify
-from hybridrec.checkpoint.manifest import FileEntry
+from hybridrec.checkpoint.manifest import MANIFEST, FileEntry, read_manifest
 from hybridrec.checkpoint.small_files import read_dense
+from hybridrec.checkpoint.snapshot import latest, resolve
 from hybridrec.errors import ConfigError
 from hybridrec.store.initializer import Bank, Constant, Normal, Uniform
 
@@ -37,6 +40,55 @@ def read_banks(folder: Path, dense: FileEntry) -> Banks:
     verify(folder, dense)
     banks: Banks = read_dense(folder / dense.name, mmap=True)["banks"]
     return banks
+
+
+def saved_init_fn(
+    path: str | Path,
+    table: str,
+    otherwise: Callable[[Tensor], Any] | None = None,
+    *,
+    collection: str | None = None,
+) -> Callable[[Tensor], Any]:
+    """An ``init_fn`` that gives the rows which that of a saved table gave, on any version of torch.
+
+    What an ``init_fn`` draws may have other bits on another version of torch; `load` refuses the snapshot then. With
+    this one in the table's config new ids begin as they did in the run that was saved.
+
+    Args:
+        path: A snapshot, or a folder of them: the newest.
+        table: Its name.
+        otherwise: What to use where ``path`` has no snapshot yet.
+        collection: Path of its collection in the model; needed where two have a table of this name.
+
+    Returns:
+        For ``init_fn`` of the config of a table of this name, dim and seed.
+
+    Raises:
+        ConfigError: There is no such table, two collections have one, or it began without an ``init_fn``.
+        StateError: There is no snapshot, and no ``otherwise``; or it is damaged: names the file.
+    """
+    if otherwise is not None and latest(path) is None and not (Path(path) / MANIFEST).is_file():
+        return otherwise
+    folder = resolve(path)
+    banks = read_banks(folder, read_manifest(folder).dense)
+    found = [of[table] for name, of in banks.items() if table in of and collection in (None, name)]
+    if len(found) != 1:
+        names = [(name, one) for name, of in banks.items() for one in of]
+        what = "no table" if not found else f"{len(found)} tables"
+        raise ConfigError(
+            f"saved_init_fn: {folder} has {what} {table!r} with an init_fn. (collection, table) of those that it has: "
+            f"{names}. Pass one of them; for others pass the initializer= that they had."
+        )
+    return functools.partial(_copy_of_bank, found[0].clone(), table)
+
+
+def _copy_of_bank(bank_ND: Tensor, table: str, rows_ND: Tensor) -> Tensor:
+    if rows_ND.shape != bank_ND.shape:
+        raise ConfigError(
+            f"saved_init_fn: table {table!r} was saved with {list(bank_ND.shape)} initial rows, {list(rows_ND.shape)} "
+            "are wanted. Use it for a table of the same embedding_dim."
+        )
+    return rows_ND.copy_(bank_ND)
 
 
 def initializer_of(text: str, bank_ND: Tensor | None, table: str, remedy: str) -> Uniform | Normal | Constant | Bank:

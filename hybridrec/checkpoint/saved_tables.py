@@ -106,6 +106,14 @@ def layout_of(table: TableEntry) -> RowStateLayout:
     return RowStateLayout(dim=table.dim, states=states, row_type=RowType[table.row_type])
 
 
+def columns_of(entry: TableEntry) -> tuple[str, int] | None:
+    """(table, first column), if the entry is of columns of a table."""
+    match = _COLUMNS.fullmatch(entry.name)
+    if match is None or entry.is_row_wise or int(match[3]) - int(match[2]) != entry.dim:
+        return None
+    return match[1], int(match[2])
+
+
 def saved_tables(point: Point, names: Collection[str] | None = None) -> list[SavedTable]:
     """The tables of all collections, or those of some names.
 
@@ -172,11 +180,8 @@ def _joined(point: Point, collection: CollectionEntry) -> Iterator[SavedTable]:
     """Tables; the columns of one, which are tables of their own in a snapshot, as one."""
     columns: dict[str, dict[int, TableEntry]] = {}
     for entry in collection.tables:
-        match = _COLUMNS.fullmatch(entry.name)
-        if match is None or entry.is_row_wise or int(match[3]) - int(match[2]) != entry.dim:
-            columns[entry.name] = {0: entry}
-        else:
-            columns.setdefault(match[1], {})[int(match[2])] = entry
+        table, first = columns_of(entry) or (entry.name, 0)
+        columns.setdefault(table, {})[first] = entry
     for name, parts in columns.items():
         in_order = tuple(parts[first] for first in sorted(parts))
         yield SavedTable(name=name, collection=collection.name, point=point, parts=in_order)

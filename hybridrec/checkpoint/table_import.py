@@ -26,7 +26,7 @@ _PARQUET = b"PAR1"
 def import_table(model: nn.Module, table: str, path: str | Path, *, allow_nonfinite: bool = False) -> int:
     """Insert the rows of a file by id, or replace those that live; their optimizer state begins anew.
 
-    The file is read three times: its ids, its embeddings (each rank some of them), and, when both are as they should
+    The file is read twice: its ids, and with them each rank some of its embeddings; and, when both are as they should
     be, chunk by chunk into the table. A rank holds a few chunks of 8 MiB, and for the first reading 16 bytes for each
     id that is its own. How long ago the rows were used: see `import_rows`. Collective: all ranks see the file, and keep
     what they own.
@@ -55,11 +55,9 @@ def import_table(model: nn.Module, table: str, path: str | Path, *, allow_nonfin
         ranks = Ranks(module.host_group)
         with ranks.together():
             file = _open(Path(path), dim)
-            digest = _check_ids(Path(path), file, n, ranks)
+            digest = _check(Path(path), file, n, module, table, ranks, allow_nonfinite)
         if len(set(ranks.gather(digest))) > 1:
             raise ConfigError(f"import_table: the ranks see different files as {path}. Use a folder that they share.")
-        with ranks.together():
-            _check_embeddings(Path(path), file, n, module, table, ranks, allow_nonfinite)
         chunks = file.chunks(n)
         while True:
             with ranks.together():
@@ -78,26 +76,16 @@ def _open(path: Path, dim: int) -> RowFile:
     return ParquetFile(path, dim) if is_parquet else SafetensorsFile(path, dim)
 
 
-def _check_ids(path: Path, file: RowFile, n: int, ranks: Ranks) -> str:
-    """Refuse ids that come twice, each on the rank that they hash to; a digest of all ids."""
+def _check(
+    path: Path, file: RowFile, n: int, module: ShardedHashCollection, table: str, ranks: Ranks, allow_nonfinite: bool
+) -> str:
+    """Refuse embeddings, each rank some of them, and ids that come twice, each on its rank; a digest of all ids."""
     digest, mine = hashlib.sha256(), [torch.empty(0, dtype=torch.int64)]
-    for ids_N in file.ids(max(n, CHUNK_BYTES // 8)):
+    for ids_N, weights_ND in file.part(n, ranks.rank, ranks.world_size):
         digest.update(ids_N.numpy().data)
         mine.append(ids_N[owner_of(ids_N, ranks.world_size) == ranks.rank] if ranks.world_size > 1 else ids_N)
-    ids = torch.cat(mine).sort().values
-    twice = ids[1:][ids[1:] == ids[:-1]].unique()
-    if len(twice):
-        raise ConfigError(
-            f"{path} has {len(twice):,} ids more than once, such as {twice[0]}. Keep one row of each of them."
-        )
-    return digest.hexdigest()
-
-
-def _check_embeddings(
-    path: Path, file: RowFile, n: int, module: ShardedHashCollection, table: str, ranks: Ranks, allow_nonfinite: bool
-) -> None:
-    """Read this rank's part of the embeddings."""
-    for ids_N, weights_ND in file.chunks(n, ranks.rank, ranks.world_size):
+        if weights_ND is None:
+            continue
         is_bad = ~weights_ND.isfinite().all(1)
         if not allow_nonfinite and bool(is_bad.any()):
             raise ConfigError(
@@ -105,3 +93,10 @@ def _check_embeddings(
                 f"{ids_N[is_bad][0]}. Remove them, or pass allow_nonfinite=True."
             )
         check_rows(module, table, ids_N, weights_ND)
+    ids = torch.cat(mine).sort().values
+    twice = ids[1:][ids[1:] == ids[:-1]].unique()
+    if len(twice):
+        raise ConfigError(
+            f"{path} has {len(twice):,} ids more than once, such as {twice[0]}. Keep one row of each of them."
+        )
+    return digest.hexdigest()

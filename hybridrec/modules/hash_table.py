@@ -14,8 +14,8 @@ from hybridrec.errors import CapacityError, ConfigError, StateError
 from hybridrec.kernels.optimizer import OptimizerSpec, refuse_stochastic_rounding
 from hybridrec.kernels.optimizer_rules import updated_rows
 from hybridrec.modules.nominal_parameter import conversion_probe, nominal_parameter
-from hybridrec.native import initial_rows, mix64, table_seed
-from hybridrec.native.protocol import ShardSpec
+from hybridrec.native import initial_rows, mix64
+from hybridrec.store.initializer import initial_spec
 from hybridrec.store.row_export import RowChunk, RowExport
 from hybridrec.types import FullPolicy
 
@@ -50,18 +50,7 @@ class HashEmbeddingBag(nn.Module):
         self._version = 0  # rises whenever rows change
         self._rows = torch.empty((0, config.embedding_dim), dtype=config.row_type.dtype, device=device)
         self._states: tuple[Tensor, ...] = ()
-        self._spec = ShardSpec(
-            name=config.name,
-            dim=config.embedding_dim,
-            num_row_states=0,
-            num_row_wise_states=0,
-            state_initial_values=(),
-            num_slots=0,
-            planned_rows=config.planned_rows,
-            row_type=config.row_type,
-            table_seed=table_seed(config.seed, config.name),
-            **config.initializer.to_spec_fields(),
-        )
+        self._spec = initial_spec(config.name, config.embedding_dim, config.seed, config.initializer, config.row_type)
 
     @property
     def num_rows(self) -> int:

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridrec.errors import ConfigError
-from hybridrec.native.protocol import InitKind
+from hybridrec.native import table_seed
+from hybridrec.native.protocol import InitKind, ShardSpec
+from hybridrec.row_type import RowType
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -151,6 +153,40 @@ class Bank:
     def to_spec_fields(self) -> SpecFields:
         """Fields of `ShardSpec`."""
         return {"init_kind": InitKind.BANK, "init_a": 0.0, "init_b": 0.0, "bank": self.rows}
+
+
+def initial_spec(
+    name: str,
+    dim: int,
+    seed: int,
+    initializer: Uniform | Normal | Constant | Bank,
+    row_type: RowType,
+    *,
+    first_column: int = 0,
+) -> ShardSpec:
+    """What initial rows follow from, for `hybridrec.native.initial_rows`; nothing of it is a shard.
+
+    Args:
+        name: Of the table.
+        dim: D.
+        seed: Of the table's config.
+        initializer: How rows are made; a bank has the D columns alone.
+        row_type: Rows are rounded to it.
+        first_column: Of columns of a table, the first.
+    """
+    return ShardSpec(
+        name=name,
+        dim=dim,
+        num_row_states=0,
+        num_row_wise_states=0,
+        state_initial_values=(),
+        num_slots=0,
+        planned_rows=0,
+        row_type=row_type,
+        table_seed=table_seed(seed, name),
+        **initializer.to_spec_fields(),
+        first_column=first_column,
+    )
 
 
 def bank_from_init_fn(init_fn: Callable[[Tensor], Any], dim: int, seed: int, num_rows: int = 4096) -> Bank:

@@ -250,6 +250,9 @@ def load_beside_another_init_fn(path: Path) -> str:
     checkpoint.load(path, with_init_fn(lambda rows: rows * 0 + 1))  # another function, the same rows
     with pytest.raises(ConfigError) as caught:
         checkpoint.load(path, with_init_fn(ones_but_for_one))
+    fill = checkpoint.saved_init_fn(path, "t", ones_but_for_one)
+    assert checkpoint.saved_init_fn(path / "none", "t", fill) is fill
+    checkpoint.load(path, with_init_fn(fill))
     return str(caught.value)
 
 
@@ -258,6 +261,15 @@ def test_another_init_fn_is_refused_by_a_digest_of_its_rows(pools: RankPools, tm
     assert len(before) == len("Bank(sha256='')") + 64 and before != after
     for text in pools[2].run(load_beside_another_init_fn, tmp_path):
         assert f"table 't': initializer is {before!r} in the snapshot and {after!r} in the model" in text
+        assert "init_fn=checkpoint.saved_init_fn(path, table)" in text
+    fill = checkpoint.saved_init_fn(tmp_path, "t")
+    assert torch.equal(fill(torch.zeros(4096, 4)), torch.ones(4096, 4))
+    with pytest.raises(ConfigError, match=r"table 't' was saved with \[4096, 4\] initial rows, \[4096, 5\] are wanted"):
+        bank_from_init_fn(fill, 5, 0)
+    with pytest.raises(ConfigError, match=r"no table 'u' with an init_fn. \(collection, table\) .*: \[\('.*', 't'\)\]"):
+        checkpoint.saved_init_fn(tmp_path, "u", all_ones)
+    with pytest.raises(StateError, match="none does not exist"):
+        checkpoint.saved_init_fn(tmp_path / "none", "t")
 
 
 def refuse_what_cannot_be_saved(scenario: Scenario, path: Path) -> list[str]:

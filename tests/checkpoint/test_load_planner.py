@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hybridrec import checkpoint
+from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
 from tests.checkpoint.mixed import HASHED, MOVED, PLAN, build, same, tensors_of, train
+from tests.checkpoint.runs import build as of_scenario
+from tests.distributed.scenario import Scenario
 from tests.ranks import RankPools
 
 Rows = dict[str, dict[int, bytes]]
@@ -134,3 +137,44 @@ def test_what_cannot_come_back_is_refused_by_name(pools: RankPools, tmp_path: Pa
     ((outermost, other),) = pools[1].run(load_wrongly, tmp_path)
     assert "are in the outermost dict" in outermost
     assert "no rows of the collection 'other.hashed.'" in other
+
+
+RATES = Scenario(optimizer="adam", steps=2, ids_per_table=20)
+
+
+def save_rates(path: Path, is_kept: bool) -> int:
+    dmp, pipeline = of_scenario(RATES)
+    optimizer = pipeline._optimizer
+    optimizer.save_param_groups(is_kept)
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.25 + number
+    dcp.save({"model": dmp, "optimizer": optimizer}, checkpoint_id=path)
+    return len(optimizer.param_groups)
+
+
+def load_rates(path: Path, is_kept: bool) -> tuple[list[float], list[float]]:
+    """(rates of all groups before, after); the kernels have theirs with the next batch."""
+    dmp, pipeline = of_scenario(RATES)
+    optimizer = pipeline._optimizer
+    optimizer.save_param_groups(is_kept)
+    before = [group["lr"] for group in optimizer.param_groups]
+    dcp.load({"model": dmp, "optimizer": optimizer}, checkpoint_id=path, planner=checkpoint.HashedLoadPlanner())
+    optimizer.zero_grad()
+    found = [group["lr"] for group in optimizer.param_groups]
+    kernels = [leaf._kernel.learning_rate for leaf in leaves_of(optimizer) if isinstance(leaf, HashFusedOptimizer)]
+    assert kernels and found[: len(kernels)] == kernels
+    return before, found
+
+
+def leaves_of(optimizer: Any) -> list[Any]:
+    parts = getattr(optimizer, "optimizers", None)
+    return [optimizer] if parts is None else [leaf for _, part in parts for leaf in leaves_of(part)]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_learning_rates_come_back_where_param_groups_are_saved(pools: RankPools, tmp_path: Path, is_kept: bool) -> None:
+    """As of TorchRec's own tables: its optimizers leave them out unless they are told otherwise."""
+    num_groups = pools[2].run(save_rates, tmp_path, is_kept)[0]
+    saved = [0.25 + number for number in range(num_groups)]
+    for before, found in pools[3].run(load_rates, tmp_path, is_kept):
+        assert before != saved and found == (saved if is_kept else before)
