@@ -273,8 +273,9 @@ class ShardGroup(Protocol):
 
         What is read is the state now, without the batches in flight, as if they were undone, newest first; whatever
         happens afterwards. Legal when every batch in flight is moved and no slot of the table is dirty (``flush``).
-        Memory: 16 bytes a row, 4 bytes a row number, and a copy of each row that is written back before it was read.
-        The first ``export_next`` sorts, without the group's lock.
+        Memory: 16 bytes a row, 4 bytes a row number, and a copy of each row that is written back before it was read,
+        in blocks of 2 MiB; and, once there is one, up to eight that are ready, for all tables. The first
+        ``export_next`` sorts, without the group's lock.
         """
 
     def export_next(self, handle: int, ids: object, scores: object, records: object) -> None:

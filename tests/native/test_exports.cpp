@@ -234,9 +234,88 @@ void test_exports_without_room() {
   group.export_end(group.export_begin(0, 0).first);
 }
 
+// What is ready is taken first, is in the budget, and goes with the last snapshot.
+void test_snapshot_blocks() {
+  constexpr uint64_t kBytes = SnapshotBlocks::kBlockBytes;
+  Budget budget(10 * kBytes);
+  SnapshotBlocks blocks(budget);
+  blocks.add_user();
+  blocks.add_user();
+  blocks.give_back(blocks.take(10));
+  blocks.make_ready();
+  CHECK(blocks.num_ready() == 0 && budget.used() == 0);  // no whole block was wanted
+  std::vector<SnapshotBlocks::Block> taken;
+  const auto take = [&] { taken.push_back(blocks.take(SnapshotBlocks::kBlockFloats)); };
+  take();
+  blocks.make_ready();
+  CHECK(blocks.num_ready() == 8 && budget.used() == 9 * kBytes);
+  for (size_t i = 0; i < 7; ++i) take();
+  CHECK(blocks.num_ready() == 1 && budget.used() == 9 * kBytes);
+  blocks.make_ready();  // there is room for one
+  CHECK(blocks.num_ready() == 2 && budget.used() == 10 * kBytes);
+  for (size_t i = 0; i < 3; ++i) take();
+  CHECK(blocks.num_ready() == 0 && budget.used() == 11 * kBytes);  // not refused
+  for (SnapshotBlocks::Block& block : taken) blocks.give_back(std::move(block));
+  CHECK(blocks.num_ready() == 8 && budget.used() == 8 * kBytes);
+  blocks.remove_user();
+  CHECK(blocks.num_ready() == 8);
+  blocks.remove_user();
+  CHECK(blocks.num_ready() == 0 && budget.used() == 0);
+}
+
+// Long rows, so that several whole blocks are kept while another thread reads; two exports, one after the other.
+void test_exports_of_whole_blocks() {
+  constexpr size_t kRows = 300, kFloats = 8192, kRounds = 3;
+  ShardGroup group(0, 1);
+  ShardSpec spec;
+  spec.name = "t";
+  spec.dim = kFloats;
+  spec.num_slots = 4;
+  spec.initial_rows = {InitKind::kConstant, 0.0f, 0.0f, nullptr, 0, 1, kFloats};
+  group.add_table(spec);
+  group.set_ordinal(3);
+  const auto record_of = [](size_t row, size_t round) { return static_cast<float>(row + 1000 * round); };
+  std::vector<int64_t> ids(kRows), scores(kRows, 3);
+  std::vector<uint32_t> numbers(kRows);
+  std::vector<float> records(kRows * kFloats);
+  const auto fill = [&](size_t round) {
+    for (size_t i = 0; i < kRows; ++i) std::fill_n(records.begin() + static_cast<ptrdiff_t>(i * kFloats), kFloats, record_of(i, round));
+  };
+  for (size_t i = 0; i < kRows; ++i) {
+    ids[i] = static_cast<int64_t>(i);
+    numbers[i] = static_cast<uint32_t>(i);
+  }
+  fill(0);
+  group.import_rows(0, kRows, ids.data(), scores.data(), records.data());
+  const auto read = [&](uint64_t handle, size_t begin, size_t end, size_t round) {
+    std::vector<int64_t> out_ids(1), out_scores(1);
+    std::vector<float> out(kFloats);
+    for (size_t i = begin; i < end; ++i) {
+      group.export_next(handle, 1, out_ids.data(), out_scores.data(), out.data());
+      CHECK(out_ids[0] == ids[i]);
+      CHECK(std::ranges::all_of(out, [&](float value) { return value == record_of(i, round); }));
+    }
+  };
+  for (size_t round = 0; round < kRounds; ++round) {
+    const auto [first, num_first] = group.export_begin(0, 0);
+    const auto [second, num_second] = group.export_begin(0, 0);
+    CHECK(num_first == kRows && num_second == kRows);
+    read(first, 0, 2, round);
+    fill(round + 1);
+    std::thread reader([&, handle = first] { read(handle, 2, kRows, round); });
+    group.write_records(0, numbers.data(), kRows, records.data());
+    reader.join();
+    group.export_end(first);
+    read(second, 0, kRows, round);
+    group.export_end(second);
+  }
+}
+
 }  // namespace
 
 void test_exports() {
+  test_snapshot_blocks();
+  test_exports_of_whole_blocks();
   test_exports_beside_training();
   test_exports_without_room();
 }

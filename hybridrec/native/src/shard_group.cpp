@@ -17,7 +17,7 @@ std::string batch_name(const char* call, uint64_t ordinal) {
 }  // namespace
 
 ShardGroup::ShardGroup(uint64_t host_budget_bytes, size_t num_threads)
-    : budget_(host_budget_bytes), threads_(std::max<size_t>(num_threads, 1)) {}
+    : budget_(host_budget_bytes), snapshot_blocks_(budget_), threads_(std::max<size_t>(num_threads, 1)) {}
 
 size_t ShardGroup::add_table(ShardSpec spec) {
   std::lock_guard lock(mutex_);

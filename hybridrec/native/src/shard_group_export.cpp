@@ -40,7 +40,7 @@ std::pair<uint64_t, size_t> ShardGroup::export_begin(size_t table, uint64_t abov
   const std::vector<InFlightJournal> in_flight = in_flight_journals(table);
   std::shared_ptr<RowSnapshot> snapshot;
   try {
-    snapshot = shard.begin_snapshot(in_flight, static_cast<uint32_t>(above_score));
+    snapshot = shard.begin_snapshot(snapshot_blocks_, in_flight, static_cast<uint32_t>(above_score));
   } catch (const std::bad_alloc&) {
     throw StateError("export_begin: table '" + shard.spec().name + "' needs " +
                      std::to_string(shard.num_rows() * sizeof(SnapshotRow)) + " bytes for the list of its rows.");
@@ -64,6 +64,7 @@ void ShardGroup::export_next(uint64_t handle, size_t num_rows, int64_t* ids, int
     std::lock_guard lock(mutex_);
     snapshot = export_at(handle).snapshot;
   }
+  if (snapshot->has_whole_blocks()) snapshot_blocks_.make_ready();
   snapshot->sort();
   std::lock_guard lock(mutex_);
   const Export& one = export_at(handle);

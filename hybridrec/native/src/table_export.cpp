@@ -55,25 +55,44 @@ std::vector<SnapshotRow> TableShard::committed_rows(std::span<const InFlightJour
   return rows;
 }
 
-std::shared_ptr<RowSnapshot> TableShard::begin_snapshot(std::span<const InFlightJournal> newest_first,
+std::shared_ptr<RowSnapshot> TableShard::begin_snapshot(SnapshotBlocks& blocks,
+                                                        std::span<const InFlightJournal> newest_first,
                                                         uint32_t above_score) {
-  auto snapshot = std::make_shared<RowSnapshot>(budget_, committed_rows(newest_first, above_score), next_unused_row_,
-                                                record_floats());
+  auto snapshot = std::make_shared<RowSnapshot>(budget_, blocks, committed_rows(newest_first, above_score),
+                                                next_unused_row_, record_floats());
   snapshots_.push_back(snapshot.get());
   return snapshot;
 }
 
 void TableShard::end_snapshot(const RowSnapshot* snapshot) { std::erase(snapshots_, snapshot); }
 
+void TableShard::read_row_wise(uint32_t row, float* out) const {
+  for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) out[a] = *store_.row_wise(row, a);
+}
+
 void TableShard::read_stored(uint32_t row, float* out) const {
   const uint64_t floats = record_floats() - spec_.num_row_wise_states;
   std::memcpy(out, store_.record(row), floats * sizeof(float));
-  for (uint32_t a = 0; a < spec_.num_row_wise_states; ++a) out[floats + a] = *store_.row_wise(row, a);
+  read_row_wise(row, out + floats);
 }
 
+// Before stream_fence().
 void TableShard::keep_for_snapshots(uint32_t row) {
+  const uint64_t floats = record_floats() - spec_.num_row_wise_states;
   for (RowSnapshot* snapshot : snapshots_) {
-    if (snapshot->waits_for(row)) read_stored(row, snapshot->keep(row));
+    if (!snapshot->waits_for(row)) continue;
+    float* kept = snapshot->keep(row);
+    stream_floats(kept, store_.record(row), floats);
+    read_row_wise(row, kept + floats);
+  }
+}
+
+// Of a loop that writes victims back, at its i-th: what a later one will keep.
+void TableShard::prefetch_for_snapshots(const std::vector<Victim>& victims, size_t i) const {
+  const Victim& ahead = victims[std::min(i + kRowsAhead, victims.size() - 1)];
+  if (!ahead.is_dirty) return;
+  for (const RowSnapshot* snapshot : snapshots_) {
+    if (snapshot->waits_for(ahead.row)) store_.prefetch_record(ahead.row);
   }
 }
 
@@ -81,7 +100,7 @@ void TableShard::read_snapshot(RowSnapshot& snapshot, size_t num_rows, int64_t* 
                                float* records) const {
   for (size_t i = 0; i < num_rows; ++i, records += record_floats()) {
     const uint32_t ahead = snapshot.row_ahead(kRowsAhead).row;
-    if (snapshot.waits_for(ahead)) store_.prefetch_record(ahead);
+    snapshot.waits_for(ahead) ? store_.prefetch_record(ahead) : snapshot.prefetch_kept(ahead);
     const auto [row, kept] = snapshot.take();
     ids[i] = row.id;
     scores[i] = row.score;

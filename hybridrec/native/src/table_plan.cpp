@@ -213,6 +213,7 @@ bool TableShard::store_new_rows(const TableJournal& journal, Refusal& refusal) {
   for (const Unique& unique : uniques) {
     if (unique.is_inserted()) write_initial_record(unique.row);
   }
+  stream_fence();
   return true;
 }
 

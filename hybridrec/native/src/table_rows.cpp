@@ -71,6 +71,7 @@ void TableShard::write_back_victims(const TableJournal& journal) {
     const Victim& ahead = victims[std::min(i + kRowsAhead, victims.size() - 1)];
     prefetch_floats(bound_.weights + ahead.slot * words, words);
     for (float* states : bound_.row_states) prefetch_floats(states + ahead.slot * dim, dim);
+    prefetch_for_snapshots(victims, i);
     if (victims[i].is_dirty) write_record(victims[i].row, victims[i].slot);
   }
   stream_fence();
@@ -131,9 +132,11 @@ void TableShard::write_initial_record(uint32_t row) {
 }
 
 void TableShard::scatter_victims(const TableJournal& journal, const float* staging) {
-  for (const Victim& victim : journal.victims) {
-    if (!victim.is_dirty) continue;
-    write_staged_record(victim.row, staging);
+  const auto& victims = journal.victims;
+  for (size_t i = 0; i < victims.size(); ++i) {
+    prefetch_for_snapshots(victims, i);
+    if (!victims[i].is_dirty) continue;
+    write_staged_record(victims[i].row, staging);
     staging += record_floats();
   }
   stream_fence();

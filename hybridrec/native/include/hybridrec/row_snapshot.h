@@ -2,8 +2,8 @@
 //
 // Taken when the store holds the value of every committed row. From then on a row of the snapshot that is about to be
 // overwritten there, and was not read yet, is copied aside first. So what is kept beside the table is at most the rows
-// that were written back since, and never more than those that were still to be read; in blocks of 1 MiB, whose places
-// are used again and which go when the snapshot does.
+// that were written back since, and never more than those that were still to be read; in blocks, whose places are used
+// again and which go when the snapshot does.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "hybridrec/memory.h"
+#include "hybridrec/snapshot_blocks.h"
 
 namespace hybridrec {
 
@@ -27,12 +28,16 @@ struct SnapshotRow {
 class RowSnapshot {
  public:
   // `rows`: in any order. Throws std::bad_alloc if the budget refuses what they take.
-  RowSnapshot(Budget& budget, std::vector<SnapshotRow> rows, uint32_t num_row_numbers, size_t record_floats)
+  RowSnapshot(Budget& budget, SnapshotBlocks& blocks, std::vector<SnapshotRow> rows, uint32_t num_row_numbers,
+              size_t record_floats)
       : budget_(budget),
+        all_blocks_(blocks),
         rows_(std::move(rows)),
         is_waiting_((num_row_numbers + 63) / 64),
         record_floats_(record_floats),
-        rows_of_block_(std::max<size_t>(1, kBlockBytes / (record_floats * sizeof(float)))) {
+        rows_of_block_(std::max<size_t>(1, SnapshotBlocks::kBlockFloats / record_floats)),
+        block_floats_(std::max(SnapshotBlocks::kBlockFloats, record_floats)) {
+    if (rows_.size() < rows_of_block_) block_floats_ = rows_.size() * record_floats;
     for (const SnapshotRow& row : rows_) is_waiting_[row.row / 64] |= bit(row.row);
     bytes_ = rows_.size() * sizeof(SnapshotRow) + is_waiting_.size() * sizeof(uint64_t) +
              place_of_row_.capacity_for(num_row_numbers) * sizeof(uint32_t);
@@ -43,10 +48,15 @@ class RowSnapshot {
       budget_.give_back(bytes_);
       throw;
     }
+    all_blocks_.add_user();
   }
   RowSnapshot(const RowSnapshot&) = delete;  // its memory is accounted once
   RowSnapshot& operator=(const RowSnapshot&) = delete;
-  ~RowSnapshot() { budget_.give_back(bytes_); }
+  ~RowSnapshot() {
+    for (SnapshotBlocks::Block& block : blocks_) all_blocks_.give_back(std::move(block));
+    all_blocks_.remove_user();
+    budget_.give_back(bytes_);
+  }
 
   // To be called before rows are read: puts them into the order of reading, ascending by id. It takes long, and needs no
   // lock: who writes rows back does not look at the list.
@@ -56,6 +66,7 @@ class RowSnapshot {
 
   size_t size() const { return rows_.size(); }
   size_t num_left() const { return rows_.size() - next_; }
+  bool has_whole_blocks() const { return block_floats_ == SnapshotBlocks::kBlockFloats; }
   const SnapshotRow& row_ahead(size_t distance) const { return rows_[std::min(next_ + distance, rows_.size() - 1)]; }
 
   // Whether the store's record of a row must be kept before it is overwritten.
@@ -70,6 +81,12 @@ class RowSnapshot {
     return record(place);
   }
 
+  void prefetch_kept(uint32_t row) {
+    if (place_of_row_[row] == 0) return;
+    const float* kept = record(place_of_row_[row] - 1);
+    for (size_t i = 0; i < record_floats_ && i < 256; i += 16) prefetch(kept + i);
+  }
+
   // The next row, and its record if it was kept (until the next `keep`): else it is in the store.
   std::pair<SnapshotRow, const float*> take() {
     const SnapshotRow row = rows_[next_++];
@@ -81,8 +98,6 @@ class RowSnapshot {
   }
 
  private:
-  static constexpr size_t kBlockBytes = size_t{1} << 20;
-
   static uint64_t bit(uint32_t row) { return uint64_t{1} << (row % 64); }
 
   float* record(uint32_t place) {
@@ -95,29 +110,27 @@ class RowSnapshot {
       return place;
     }
     if (num_places_ == blocks_.size() * rows_of_block_) {
-      PageArray<float> block;
-      block.reserve(rows_of_block_ * record_floats_);
-      // Not refused: the step that writes the row back cannot be taken back here.
-      budget_.take(block.bytes());
-      bytes_ += block.bytes();
-      blocks_.push_back(std::move(block));
+      blocks_.reserve(blocks_.size() + 1);  // a block that was taken is not lost
+      blocks_.push_back(all_blocks_.take(block_floats_));
     }
     return num_places_++;
   }
 
   Budget& budget_;
+  SnapshotBlocks& all_blocks_;
   std::vector<SnapshotRow> rows_;
   std::once_flag is_sorted_;
   std::vector<uint64_t> is_waiting_;  // a bit a row number
   size_t record_floats_;
   // Records that were kept: never moved, and their places used again.
   size_t rows_of_block_;
-  std::vector<PageArray<float>> blocks_;
+  size_t block_floats_;
+  std::vector<SnapshotBlocks::Block> blocks_;
   std::vector<uint32_t> free_places_;
   uint32_t num_places_ = 0;
   PageArray<uint32_t> place_of_row_;  // [row numbers], one more than the place; 0: it was not kept
   size_t next_ = 0;
-  uint64_t bytes_ = 0;
+  uint64_t bytes_ = 0;  // without blocks
 };
 
 }  // namespace hybridrec

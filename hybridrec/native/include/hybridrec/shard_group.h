@@ -146,6 +146,7 @@ class ShardGroup {
   uint64_t flushed_version_ = 0;   // behind the last flush()
   std::map<uint64_t, std::vector<std::vector<int64_t>>> reads_;  // handle -> per table, unique keys
   uint64_t next_read_ = 1;
+  SnapshotBlocks snapshot_blocks_;
   std::map<uint64_t, Export> exports_;  // by handle
   uint64_t next_export_ = 1;
   std::map<size_t, std::vector<int64_t>> removed_;  // by table: collected, not yet read

@@ -163,7 +163,8 @@ class TableShard {
 
   // The rows as they would be if all batches in flight were undone, newest first; those whose score is above
   // `above_score`. No slot is dirty. Must be ended before the shard goes.
-  std::shared_ptr<RowSnapshot> begin_snapshot(std::span<const InFlightJournal> newest_first, uint32_t above_score);
+  std::shared_ptr<RowSnapshot> begin_snapshot(SnapshotBlocks& blocks, std::span<const InFlightJournal> newest_first,
+                                              uint32_t above_score);
   void end_snapshot(const RowSnapshot* snapshot);
   // The next rows of a snapshot that is sorted.
   void read_snapshot(RowSnapshot& snapshot, size_t num_rows, int64_t* ids, int64_t* scores, float* records) const;
@@ -223,7 +224,9 @@ class TableShard {
   void require_stored(uint32_t row) const;
   std::vector<SnapshotRow> committed_rows(std::span<const InFlightJournal> newest_first, uint32_t above_score) const;
   void read_stored(uint32_t row, float* out) const;
+  void read_row_wise(uint32_t row, float* out) const;
   void keep_for_snapshots(uint32_t row);
+  void prefetch_for_snapshots(const std::vector<Victim>& victims, size_t i) const;
   Refusal make_rows(const int64_t* ids, size_t num_rows, std::vector<uint32_t>& rows);
   void read_slot_record(const float* staging_record, uint32_t row);
   void fill_initial(int64_t key, float* weights, std::span<float* const> row_states) const;
