@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from hybridrec._compat.torchrec import torch_optimizer
 from hybridrec.backend import HOST
 from hybridrec.checkpoint.sharded import MODEL, OPTIMIZER
 from hybridrec.checkpoint.small_files import is_number, is_plain
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
-from hybridrec.distributed.sharded_tensors import check_trained_alike, fused_states, is_fused, sharded_weights
+from hybridrec.distributed.sharded_tensors import (
+    check_trained_alike,
+    fused_states,
+    is_fused,
+    sharded_weights,
+    unwrapped,
+)
 from hybridrec.errors import ConfigError
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names"}
@@ -150,7 +155,7 @@ def check_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
         parameters = _parameters(leaf)
         if unknown := sorted(set(_states(theirs)) - parameters.keys()):
             raise ConfigError(f"{where}: the snapshot has state of {unknown}. Parameters here: {sorted(parameters)}.")
-        has_like = type(torch_optimizer(leaf)) in _STATES_LIKE_PARAMETERS
+        has_like = type(unwrapped(leaf)) in _STATES_LIKE_PARAMETERS
         for name, states in _states(theirs).items():
             like = parameters[name] if has_like else None
             for key, value in states.items():

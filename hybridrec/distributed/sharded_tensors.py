@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import ShardedTensor
 
 from hybridrec._compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
-from hybridrec._compat.torchrec import FusedOptimizer
+from hybridrec._compat.torchrec import FusedOptimizer, torch_optimizer
 from hybridrec.distributed.model_parts import sharded_modules
 from hybridrec.errors import ConfigError
 
@@ -26,6 +26,11 @@ def is_sharded(value: Any) -> bool:
 def is_fused(optimizer: Any) -> bool:
     """Whether it runs inside the backward: its state is that of sharded tables."""
     return isinstance(optimizer, FusedOptimizer)
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer of torch that wrappers of TorchRec have inside; itself without them."""
+    return torch_optimizer(optimizer)
 
 
 def sharded_weights(model: nn.Module) -> dict[str, Any]:
