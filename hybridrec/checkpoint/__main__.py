@@ -91,6 +91,10 @@ def _inspect(path: Path, *, is_verified: bool, wanted: tuple[str, str] | None) -
     point = read_point(path)
     snapshot, manifest = point.snapshot, read_manifest(point.snapshot)
     chain = point if point.number else newest_point(snapshot)
+    for layer, file in (
+        chain.files() if is_verified else ()
+    ):  # first: what is read below is named by what does not fit it
+        layer.verify(file)
     total = sum(file.bytes for file in manifest.files())
     print(f"{snapshot}: step {manifest.step:,}, {manifest.world_size} ranks, {total:,} bytes, {_versions(manifest)}")
     for collection in manifest.collections:
@@ -108,8 +112,6 @@ def _inspect(path: Path, *, is_verified: bool, wanted: tuple[str, str] | None) -
         if isinstance(layer.manifest, DeltaManifest):
             print(_told(layer.manifest))
     if is_verified:
-        for layer, file in chain.files():
-            layer.verify(file)
         print(f"{len(chain.files())} files are what was written")
     if wanted is not None:
         _print_row(point, *wanted)

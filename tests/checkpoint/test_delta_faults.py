@@ -116,7 +116,6 @@ def fail_in_every_stage(path: Path, kind: str, *, in_background: bool) -> dict[s
         ("delta", 2),
         ("full", 2),
         pytest.param("delta", 1, marks=pytest.mark.slow),
-        pytest.param("delta", 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_in_any_stage_loses_nothing(
