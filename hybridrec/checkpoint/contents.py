@@ -13,6 +13,7 @@ from hybridrec.backend import HOST
 from hybridrec.checkpoint.sharded import MODEL, OPTIMIZER
 from hybridrec.checkpoint.small_files import is_number, is_plain
 from hybridrec.distributed.fused_optimizer import HashFusedOptimizer
+from hybridrec.distributed.model_parts import without_wrapper
 from hybridrec.distributed.sharded_tensors import (
     check_trained_alike,
     fused_states,
@@ -51,7 +52,7 @@ def _leaves(optimizer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, optimizer
         return
     for number, (name, part) in enumerate(optimizer.optimizers):
-        yield from _leaves(part, f"{path}/{_without_wrapper(name) or number}")
+        yield from _leaves(part, f"{path}/{without_wrapper(name) or number}")
 
 
 def learning_rates(optimizer: Any) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def _load_leaf(optimizer: Any, saved: Mapping[str, Any]) -> None:
     for group, state in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({k: v for k, v in state.items() if k != "params"})
     for name, p in optimizer.params.items():
-        state = saved["state"].get(_without_wrapper(name))
+        state = saved["state"].get(without_wrapper(name))
         if state is None:
             optimizer.state.pop(p, None)
         else:
@@ -165,7 +166,7 @@ def check_optimizer_state(optimizer: Any, saved: Mapping[str, Any]) -> None:
 def _parameters(leaf: Any) -> dict[str | int, Tensor]:
     """By what names them in `_leaf_state`."""
     if isinstance(leaf, KeyedOptimizer):
-        return {_without_wrapper(name): p for name, p in leaf.params.items()}
+        return {without_wrapper(name): p for name, p in leaf.params.items()}
     return dict(enumerate(p for group in leaf.param_groups for p in group["params"]))
 
 
@@ -234,12 +235,7 @@ def _is_like(before: Any, after: Any) -> bool:
 
 
 def _without_wrappers(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {_without_wrapper(name): value for name, value in state.items()}
-
-
-def _without_wrapper(name: str) -> str:
-    """A parameter's path without the parts that data parallelism adds."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_dmp_wrapped_module"))
+    return {without_wrapper(name): value for name, value in state.items()}
 
 
 def _beside(value: Any, parameter: Tensor) -> Any:

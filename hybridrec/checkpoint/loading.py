@@ -26,6 +26,7 @@ from hybridrec.checkpoint.saving import MAX_THREADS, log_done
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
 from hybridrec.checkpoint.small_files import describing, read_dense, read_own
 from hybridrec.distributed.column_parts import columns_of, covering, recut
+from hybridrec.distributed.gradient_order import put_gradient_order, warn_of_order
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.rows_state_dict import owner_of
@@ -149,6 +150,8 @@ class _Reader:
                 reload(model, contents.weights_of(sharded))
                 steps = [(path, n) for own in owned for path, n in own["steps"].items()]
                 set_optimizer_steps(model, dict(sorted(steps, key=lambda entry: entry[1])))
+            with ranks.together():
+                unordered = put_gradient_order(model, dense["gradient_order"]) if is_same else []
         except Exception as e:
             for module in self._collections.values():  # on all ranks, so that none waits for one that refuses
                 module.lookup.log.broken = f"a snapshot could be loaded only in part: {type(e).__name__}: {e}"
@@ -159,6 +162,7 @@ class _Reader:
             contents.set_random_state(owned[ranks.rank]["random"], self._device())
         self._non_finite.report(folder)
         if ranks.rank == 0:
+            warn_of_order(folder, unordered, ranks.world_size)
             log_done("loaded", folder, [layer.manifest for layer in point.layers], began)
         extras = tuple(own["extra"] for own in owned)
         loaded = Loaded(

@@ -27,6 +27,7 @@ from hybridrec.checkpoint.manifest import MANIFEST, CollectionEntry, FileEntry, 
 from hybridrec.checkpoint.sharded import ShardedWriter
 from hybridrec.checkpoint.small_files import encoded
 from hybridrec.checkpoint.writer_lock import WriterLock
+from hybridrec.distributed.gradient_order import gradient_order
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
 from hybridrec.distributed.model_parts import dense_tensors, hashed_collections
 from hybridrec.distributed.sharded_tensors import optimizer_steps
@@ -154,6 +155,7 @@ class Saving:
         committed = [module.lookup.log.num_batches for module in self._collections.values()]
         self._step = max(committed) if pipeline is None else pipeline.batches_committed
         self._rank, name = ranks.rank, ""
+        self._gradient_order = gradient_order(model)
         with ranks.together():
             if self._rank == 0:
                 name = self._open()
@@ -357,6 +359,7 @@ class Saving:
             "model": contents.copy_of(dict(dense_tensors(model)), "model"),
             "optimizer": contents.copy_of(state, "optimizer"),
             "banks": self._banks(),
+            "gradient_order": self._gradient_order,
         }
 
     def _write_small(self) -> tuple[FileEntry | None, FileEntry]:

@@ -35,7 +35,7 @@ def read_dense(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
     Returns:
         ``model``: name -> tensor; ``optimizer``: see `contents.optimizer_state`, or None; ``banks``: collection ->
-        table -> float32 [n, D].
+        table -> float32 [n, D]; ``gradient_order``: see `distributed.gradient_order.gradient_order`.
 
     Raises:
         StateError: It holds something else; names the file.
@@ -48,6 +48,8 @@ def read_dense(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     _require(
         path, _is_dict(banks, lambda tables: _is_dict(tables, _is_bank)), "its initial rows are not float32 [n, D]"
     )
+    order = values.setdefault("gradient_order", {})
+    _require(path, _is_dict(order, _is_order), "its order of gradients is not names of parameters by module")
     return values
 
 
@@ -106,6 +108,16 @@ def _is_step(value: Any) -> bool:
 
 def _is_bank(value: Any) -> bool:
     return is_plain(value) and value.dtype == torch.float32 and value.dim() == 2
+
+
+def _is_order(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"buckets", "is_between", "with_gradient"}:
+        return False
+    groups = [value["with_gradient"], *([] if value["buckets"] is None else [value["buckets"]])]
+    if not all(isinstance(group, list) for group in groups):
+        return False
+    names = [value["with_gradient"], *(value["buckets"] or [])]
+    return all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in names)
 
 
 def _is_dict(value: Any, is_right: Callable[[Any], bool]) -> bool:

@@ -62,3 +62,8 @@ def dense_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Te
             yield prefix + name, tensor
     for name, child in module.named_children():
         yield from dense_tensors(child, f"{prefix}{name}.")
+
+
+def without_wrapper(name: str) -> str:
+    """The path of a module or parameter without the parts that data parallelism adds."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_dmp_wrapped_module"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
 import threading
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 
 from hybridrec import checkpoint
 from hybridrec.checkpoint import files
@@ -105,15 +103,6 @@ def on_machines(local_world_size: int, fn: Callable[..., Any], *args: Any) -> An
             scenarios, "Topology", lambda **kwargs: original(**(kwargs | {"local_world_size": local_world_size}))
         )
         return fn(*args)
-
-
-def with_steady_buckets(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """With data parallelism whose first step sums gradients in the order of all others."""
-    wrapper = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
-    parallel = functools.partial(DistributedModelParallel, data_parallel_wrapper=wrapper)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scenarios, "DistributedModelParallel", parallel)
-        return fn(*args, **kwargs)
 
 
 def peak_growth(fn: Callable[[], Any]) -> int:

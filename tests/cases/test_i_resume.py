@@ -22,7 +22,7 @@ from hybridrec.checkpoint import points
 from hybridrec.checkpoint.files import read_rows
 from hybridrec.checkpoint.manifest import FileEntry, read_manifest
 from hybridrec.checkpoint.points import Layer
-from tests.cases.checkpoints import EVICTING, load_rows, peak_growth, with_steady_buckets
+from tests.cases.checkpoints import EVICTING, load_rows, peak_growth
 from tests.cases.small import Bags, kjt, sharded, table
 from tests.checkpoint.runs import build, load_and_go_on, records_of, save_and_go_on
 from tests.checkpoint.test_deltas import everyone, followed
@@ -268,10 +268,10 @@ def test_fb4701_fb4769_fb5148_fb4952_fb4374_fb4563_scores_stay_with_their_table_
 def test_re272_re258_future_evictions_are_those_of_a_run_that_was_not_interrupted(
     pools: RankPools, tmp_path: Path, world_size: int
 ) -> None:
-    max_rows, arguments = 80 * max(2, world_size), (with_steady_buckets, save_and_go_on, EVICTING, tmp_path, 36)
+    max_rows, arguments = 80 * max(2, world_size), (save_and_go_on, EVICTING, tmp_path, 36)
     saved = pools[world_size].run(*arguments, max_rows=max_rows)
     other = replace(EVICTING, cache="all")
-    again = pools[world_size].run(with_steady_buckets, load_and_go_on, other, tmp_path, max_rows=max_rows, depth=4)
+    again = pools[world_size].run(load_and_go_on, other, tmp_path, max_rows=max_rows, depth=4)
     assert sum(one["evicted"] for one in saved) > 0
     for before, after in zip(saved, again, strict=True):
         assert before["records"] == after["records"] and before["final"] == after["final"]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 
 from hybridrec import HybridTrainPipelineSparseDist
 from hybridrec.checkpoint import Checkpointer, contents
@@ -95,13 +94,6 @@ def watch_demo(folder: Path, rank: int, *, in_background: bool) -> None:
         return original(pipeline, model, *args)
 
     main.evaluate = evaluate
-    if int(os.environ["WORLD_SIZE"]) > 2:
-        # Data parallelism orders its buckets anew after its first step, so that gradients of three ranks and more would
-        # be added in another order after a resume; not with these arguments. docs/checkpoint.md tells it.
-        wrapper = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
-        main.DistributedModelParallel = functools.partial(  # type: ignore[misc, assignment]
-            DistributedModelParallel, data_parallel_wrapper=wrapper
-        )
     if in_background:
         main.Checkpointer = functools.partial(Checkpointer, in_background=True)  # type: ignore[misc, assignment]
 

@@ -138,6 +138,11 @@ FORGERIES: dict[str, tuple[Forge, str]] = OF_OPTIMIZERS | {
     "a sparse parameter": (dense(lambda v: a_model_tensor(v, lambda t: t.to_sparse())), "dense.pt"),
     "a parameter that is a number": (dense(lambda v: a_model_tensor(v, lambda t: 3)), "dense.pt"),
     "initial rows that are none": (dense(lambda v: v.update(banks={"hashed": {"h": 1}})), "dense.pt"),
+    "an order of nothing": (dense(lambda v: v.update(gradient_order={"": {"buckets": [["a"]]}})), "order of gradients"),
+    "an order of numbers": (
+        dense(lambda v: v.update(gradient_order={"": {"buckets": [[1]], "is_between": False, "with_gradient": []}})),
+        "order of gradients",
+    ),
     "another id in a column": (without_its_end, "do not have the same ids"),
     "another score in a column": (later_score, "do not have the same ids"),
     "parts of zeros": (zeros_in_a_part, "sharded is damaged or forged"),
