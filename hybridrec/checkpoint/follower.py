@@ -116,7 +116,8 @@ class Follower:
         if last < first - 1:
             raise StateError(f"{snapshot} ends at delta {last}, {first - 1} were applied. Follow it anew.")
         for number in range(first, last + 1):
-            self._take(delta_layer(snapshot, read_delta(snapshot, number, self.now.digest)))
+            delta = read_delta(snapshot, number, self.now.digest)
+            self._take(delta_layer(snapshot, delta, self.now.entries))
         if last and digest != self.now.digest:
             raise StateError(f"delta {last} of {snapshot} is not the one that was written last. Follow it anew.")
         return is_new or last >= first

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridrec.checkpoint import contents
 from hybridrec.checkpoint.column_rows import digests_of_columns, require_same_rows
@@ -24,7 +24,7 @@ from hybridrec.checkpoint.points import Layer, Point, read_point, rows_at
 from hybridrec.checkpoint.saved_initializers import needs_bank
 from hybridrec.checkpoint.saving import MAX_THREADS, log_done
 from hybridrec.checkpoint.sharded import ShardedReader, check_sharded
-from hybridrec.checkpoint.small_files import describing, read_dense, read_own
+from hybridrec.checkpoint.small_files import describing, is_plain, read_dense, read_own
 from hybridrec.distributed.column_parts import columns_of, covering, recut
 from hybridrec.distributed.gradient_order import put_gradient_order, warn_of_order
 from hybridrec.distributed.hybrid_train_pipeline import HybridTrainPipelineSparseDist
@@ -131,7 +131,8 @@ class _Reader:
             require_same_rows(point, everyone)
             dense = read_dense(folder / manifest.dense.name)
             owned = self._owned(point.last)
-            self._check_dense(model, dense)
+            with describing(folder / manifest.dense.name):
+                self._check_dense(model, dense)
             if is_same:
                 with describing(folder / manifest.ranks[ranks.rank].name):
                     contents.check_random_state(owned[ranks.rank]["random"], self._device())
@@ -200,11 +201,13 @@ class _Reader:
         _check_names("parameters and buffers", dense["model"], tensors)
         for name, tensor in tensors.items():
             saved = dense["model"][name]
-            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            if _kind(saved) != _kind(tensor):
                 raise ConfigError(
-                    f"{name!r} is {saved.dtype} {list(saved.shape)} in the snapshot and {tensor.dtype} "
-                    f"{list(tensor.shape)} in the model. Load it into the model that it was saved from."
+                    f"{name!r} is {_kind(saved)} in the snapshot and {_kind(tensor)} in the model. Load it into the "
+                    "model that it was saved from."
                 )
+            if not is_plain(saved):  # a sparse buffer: whether it can be copied depends on more
+                tensor.detach().clone().copy_(saved)
 
     def _check_optimizer(self, optimizer: Any, dense: dict[str, Any]) -> None:
         if optimizer is not None:
@@ -324,6 +327,11 @@ def _by_table(saved: CollectionEntry, tables: Collection[str]) -> dict[str, dict
         table, _, _ = columns_of(entry.name, tables)
         found.setdefault(table, {})[entry.name] = entry
     return found
+
+
+def _kind(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f" {tensor.layout}"
+    return f"{tensor.dtype} {list(tensor.shape)}{layout}"
 
 
 def _check_names(what: str, saved: Any, now: Any) -> None:

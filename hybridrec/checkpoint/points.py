@@ -6,9 +6,10 @@ A point is named by its folder, that of the snapshot or that of the last delta.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,10 +41,11 @@ class Layer:
 
     def table(self, collection: str, name: str) -> TableEntry:
         """Rows to put in. The table is there: all layers of a chain have the same ones."""
-        return self._tables[collection, name]
+        return self.tables[collection, name]
 
     @functools.cached_property
-    def _tables(self) -> dict[tuple[str, str], TableEntry]:
+    def tables(self) -> dict[tuple[str, str], TableEntry]:
+        """(collection, table) -> rows to put in."""
         return {(c.name, t.name): t for c in self.manifest.collections for t in c.tables}
 
     def removed(self, collection: str, name: str) -> NDArray[np.int64]:
@@ -136,9 +138,24 @@ def read_point(path: str | Path) -> Point:
     return point
 
 
-def delta_layer(snapshot: Path, manifest: DeltaManifest) -> Layer:
-    """A delta of a snapshot."""
-    return Layer(folder=delta_folder(snapshot, manifest.number), manifest=manifest)
+def delta_layer(snapshot: Path, manifest: DeltaManifest, before: Mapping[tuple[str, str], TableEntry]) -> Layer:
+    """A delta of a snapshot, behind something that has tables.
+
+    Raises:
+        StateError: It has other tables, or other rows of one: no writer makes such a chain. Names the number.
+    """
+    layer = Layer(folder=delta_folder(snapshot, manifest.number), manifest=manifest)
+    for key in before.keys() | layer.tables.keys():
+        if _rows_of(before.get(key)) != _rows_of(layer.tables.get(key)):
+            raise StateError(
+                f"delta {manifest.number} of {snapshot} is damaged or forged: its rows of table {key[1]!r} in "
+                f"collection {key[0]!r} are not like those before it."
+            )
+    return layer
+
+
+def _rows_of(table: TableEntry | None) -> Any:
+    return table and (table.dim, table.states, table.row_type)
 
 
 def newest_point(snapshot: Path) -> Point:
@@ -157,9 +174,9 @@ def _read_chain(snapshot: Path, number: int) -> Point:
     for n in range(1, number + 1):
         try:
             delta = read_delta(snapshot, n, layers[-1].manifest.digest)
+            layers.append(delta_layer(snapshot, delta, layers[-1].tables))
         except StateError as e:
             raise StateError(f"{e} {_older(snapshot, n - 1)}") from e
-        layers.append(delta_layer(snapshot, delta))
     return Point(layers=tuple(layers))
 
 

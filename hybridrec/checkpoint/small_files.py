@@ -42,7 +42,7 @@ def read_dense(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """
     values = _values(path, ("model", "optimizer"), mmap)
     banks = values.setdefault("banks", {})
-    _require(path, _is_dict(values["model"], is_plain), "what it has of the model are not tensors by name")
+    _require(path, _is_dict(values["model"], _is_tensor), "what it has of the model are not tensors by name")
     is_optimizer = values["optimizer"] is None or _is_dict(values["optimizer"], lambda part: isinstance(part, dict))
     _require(path, is_optimizer, "what it has of the optimizer are not its parts by name")
     _require(
@@ -87,8 +87,7 @@ def describing(path: Path) -> Iterator[None]:
 
 def is_plain(value: Any) -> bool:
     """Whether it is a tensor of values in host memory, neither sparse nor quantized."""
-    is_tensor = type(value) is Tensor and value.layout == torch.strided and value.device == HOST
-    return is_tensor and not value.is_quantized
+    return _is_tensor(value) and value.layout == torch.strided and not value.is_quantized
 
 
 def is_number(value: Any) -> bool:
@@ -96,6 +95,10 @@ def is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return is_plain(value) and value.numel() == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value) is Tensor and value.device == HOST
 
 
 def _is_random_state(value: Any) -> bool:

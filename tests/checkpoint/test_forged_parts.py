@@ -135,7 +135,10 @@ FORGERIES: dict[str, tuple[Forge, str]] = OF_OPTIMIZERS | {
     "steps that are none": (own(lambda v: v.update(steps=dict.fromkeys(v["steps"], "a"))), OWN),
     "no model": (dense(lambda v: v.pop("model")), "dense.pt"),
     "a model without names": (dense(lambda v: v.update(model=list(v["model"].values()))), "dense.pt"),
-    "a sparse parameter": (dense(lambda v: a_model_tensor(v, lambda t: t.to_sparse())), "dense.pt"),
+    "a sparse parameter": (
+        dense(lambda v: a_model_tensor(v, lambda t: t.to_sparse())),
+        "torch.sparse_coo in the snapshot",
+    ),
     "a parameter that is a number": (dense(lambda v: a_model_tensor(v, lambda t: 3)), "dense.pt"),
     "initial rows that are none": (dense(lambda v: v.update(banks={"hashed": {"h": 1}})), "dense.pt"),
     "an order of nothing": (dense(lambda v: v.update(gradient_order={"": {"buckets": [["a"]]}})), "order of gradients"),
