@@ -83,8 +83,9 @@ def load(
     Raises:
         ConfigError: The model has another dim, optimizer, seed or initializer of a table, or other tables or parameters
             than the snapshot; names both. Nothing changed.
-        StateError: A file is missing, cut or altered, or batches are in flight; names it. Nothing changed. Or the rows
-            do not fit the host budget: then the model is half loaded, and says so.
+        StateError: A file is missing, cut or altered, batches are in flight, or a snapshot of the model is being
+            written; names it. Nothing changed. Or the rows do not fit the host budget: then the model is half
+            loaded, and says so.
         BackendError: A rank is gone.
     """
     return load_point(path, model, optimizer, pipeline=pipeline)[0]
@@ -143,7 +144,7 @@ class _Reader:
             self._check_optimizer(optimizer, dense)
         for module in self._collections.values():
             with ranks.together():
-                module.lookup.require_idle()
+                module.lookup.require_replaceable()
         try:
             with ranks.together():
                 rates = {table: rate for own in owned for table, rate in own["rates"].items()}

@@ -5,6 +5,7 @@ Owns the shard group, the kernels with their slots, and the transaction log. Kno
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,6 +88,7 @@ class PooledLookup(nn.Module):
             widths = [table.layout.record_floats for table in self._tables]
             swapper = StagedSwapper(self._group, self.table_kernels.slot_arrays, widths, backend, device)
         self.log = TransactionLog(self._group, swapper)
+        self._exports: weakref.WeakSet[ShardRows] = weakref.WeakSet()
         self.num_imports = 0
         """How often rows came or went that no batch trained."""
         for t in range(len(self._tables)):
@@ -293,16 +295,19 @@ class PooledLookup(nn.Module):
         self.flush()
         t = self.table_names.index(table)
         rows = ShardRows(self._group, t, self._tables[t].layout)
+        self._exports.add(rows)
         return export_shard(rows, chunk_rows=chunk_rows)
 
     def export_tables(self, *, above_score: int = 0) -> dict[str, ShardRows]:
         """This rank's committed rows of all tables as they are now; see `ShardRows`. Flushes first, once."""
         self.require_whole()
         self.flush()
-        return {
+        exports = {
             table.name: ShardRows(self._group, t, table.layout, above_score=above_score)
             for t, table in enumerate(self._tables)
         }
+        self._exports.update(exports.values())
+        return exports
 
     def forget_rows(self, *, ordinal: int, committed: int, num_batches: int) -> None:
         """Drop all rows, and go on as after a batch with this ordinal; see `import_rows`.
@@ -313,9 +318,9 @@ class PooledLookup(nn.Module):
             num_batches: Training batches so far.
 
         Raises:
-            StateError: A batch is in flight. Nothing changed.
+            StateError: A batch is in flight, or rows are being exported. Nothing changed.
         """
-        self.require_idle()
+        self.require_replaceable()
         self.num_imports += 1
         for t in range(len(self._tables)):
             self._group.clear_rows(t)
@@ -330,6 +335,16 @@ class PooledLookup(nn.Module):
             raise StateError(
                 f"rows cannot be replaced while batches are in flight ({self.log.num_open}). Run their backward, let "
                 "go of their losses, or reset() the pipeline first."
+            )
+
+    def require_replaceable(self) -> None:
+        """As `require_idle`; and raise `StateError` if somebody still reads the rows as they were."""
+        self.require_idle()
+        if any(not rows.is_closed for rows in self._exports):
+            raise StateError(
+                f"rank {self._rank} of {self._world_size} still writes a snapshot of the rows, which cannot be replaced "
+                "meanwhile. Let the Checkpointer finish first (close(), or the end of its with block), or read "
+                "export_rows() to its end."
             )
 
     def import_rows(self, table: str, rows: RowChunk) -> None:

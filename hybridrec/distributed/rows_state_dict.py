@@ -110,8 +110,8 @@ def take_rows(
 
     Raises:
         ConfigError: Rows of a rank or table are missing, or have another width. Nothing changed.
-        StateError: A batch is in flight, or columns of a table have different ids. Nothing changed. Or the rows do not
-            fit the host budget: then the collection is half loaded, and says so.
+        StateError: A batch is in flight, rows are being exported, or columns of a table have different ids. Nothing
+            changed. Or the rows do not fit the host budget: then the collection is half loaded, and says so.
     """
     sources = _sources(state, prefix, rank, size)
     found = [
@@ -119,7 +119,7 @@ def take_rows(
     ]
     progress = [state[f"{prefix}progress.rank_{r}_of_{w}"].tolist() for r, w in sources]
     ordinal, committed, num_batches = (int(max(values)) for values in zip(*progress, strict=True))
-    lookup.require_idle()
+    lookup.require_replaceable()
     try:
         lookup.forget_rows(ordinal=ordinal, committed=committed, num_batches=num_batches)
         for part, table, chunks in zip(parts, lookup.tables, found, strict=True):

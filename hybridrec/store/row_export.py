@@ -150,7 +150,8 @@ class ShardRows:
         self._handle, self.num_rows = group.export_begin(table, above_score=above_score)
         self.num_left = self.num_rows
         """Rows that were not read."""
-        self._is_closed = False
+        self.is_closed = False
+        """Whether nobody reads on."""
 
     def read(self, ids_N: Tensor, scores_N: Tensor, records: Tensor) -> None:
         """The next N rows, without batches in flight.
@@ -165,12 +166,12 @@ class ShardRows:
 
     def close(self) -> None:
         """Let go of what was not read; legal at any time."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._group.export_end(self._handle)
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
+        if not getattr(self, "is_closed", True):
             self.close()
 
 

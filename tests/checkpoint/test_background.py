@@ -420,3 +420,40 @@ def give_up_at_the_end(path: Path) -> list[str]:
 
 def test_what_is_given_up_when_it_is_just_written_goes_too(pools: RankPools, tmp_path: Path) -> None:
     assert pools[1].run(give_up_at_the_end, tmp_path) == [[]]
+
+
+def load_while_one_rank_writes(path: Path) -> str:
+    dmp, pipeline = build(SCENARIO)
+    batches = iter(mine(SCENARIO, all_batches(SCENARIO)))
+    pipeline.progress(batches)
+    first = checkpoint.save(path, dmp, pipeline._optimizer, pipeline=pipeline)
+    at_first = records_of(dmp)
+    pipeline.progress(batches)
+    may_write, write = threading.Event(), checkpoint.Saving._write
+
+    def late(saving: checkpoint.Saving, *, num_threads: int) -> None:
+        if dist.get_rank() == 1:
+            may_write.wait()
+        write(saving, num_threads=num_threads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.Saving, "_write", late)
+        saving = checkpoint.Saving(path, dmp, pipeline._optimizer, pipeline=pipeline)
+        saving.start()
+        while dist.get_rank() == 0 and not saving.is_written:
+            time.sleep(0.002)
+        pipeline.reset()
+        before = records_of(dmp)
+        with pytest.raises(StateError, match="still writes a snapshot") as raised:
+            checkpoint.load(first, dmp, pipeline._optimizer, pipeline=pipeline)
+        assert records_of(dmp) == before
+        may_write.set()
+        saving.finish()
+    checkpoint.load(first, dmp, pipeline._optimizer, pipeline=pipeline)
+    assert records_of(dmp) == at_first != before
+    return str(raised.value)
+
+
+def test_rows_that_one_rank_still_writes_are_replaced_on_none(pools: RankPools, tmp_path: Path) -> None:
+    messages = pools[2].run(load_while_one_rank_writes, tmp_path)
+    assert messages[0] == messages[1] and "rank 1 of 2" in messages[0]
