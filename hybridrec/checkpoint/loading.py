@@ -164,7 +164,7 @@ class _Reader:
             contents.set_random_state(owned[ranks.rank]["random"], self._device())
         self._non_finite.report(folder)
         if ranks.rank == 0:
-            warn_of_order(folder, unordered, ranks.world_size)
+            warn_of_order(folder, unordered)
             log_done("loaded", folder, [layer.manifest for layer in point.layers], began)
         extras = tuple(own["extra"] for own in owned)
         loaded = Loaded(

@@ -17,7 +17,7 @@ from hybridrec.distributed.model_parts import without_wrapper
 logger = logging.getLogger("hybridrec")
 
 _MIN_RANKS = 3
-"""A sum of two does not depend on their order."""
+"""A sum of two does not depend on their order, and half of a gradient is exact."""
 
 
 def gradient_order(model: nn.Module) -> dict[str, Any]:
@@ -62,9 +62,9 @@ def _put(ddp: DistributedDataParallel, saved: Mapping[str, Any] | None) -> str:
     return ""
 
 
-def warn_of_order(folder: Path, reasons: list[str], world_size: int) -> None:
-    """Tell what `put_gradient_order` returned, where it can matter."""
-    if reasons and world_size >= _MIN_RANKS:
+def warn_of_order(folder: Path, reasons: list[str]) -> None:
+    """Tell what `put_gradient_order` returned."""
+    if reasons:
         logger.warning(
             "%s: the order in which data parallelism adds gradients could not be put back (%s): last bits of the dense "
             "part may differ from those of a run that was not interrupted. They do not with DistributedModelParallel("
@@ -76,10 +76,12 @@ def warn_of_order(folder: Path, reasons: list[str], world_size: int) -> None:
 
 
 def _data_parallel(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
-    """With those around the tables that TorchRec has on every rank: it keeps its lookups in a plain list."""
+    """Those whose order matters, by path.
+
+    With those around the tables that TorchRec has on every rank: it keeps its lookups in a plain list.
+    """
     for path, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            yield without_wrapper(path), module
-        for number, lookup in enumerate(getattr(module, "_lookups", ())):
-            if isinstance(lookup, DistributedDataParallel):
-                yield without_wrapper(f"{path}.{number}"), lookup
+        places = [(path, module), *((f"{path}.{n}", part) for n, part in enumerate(getattr(module, "_lookups", ())))]
+        for place, part in places:
+            if isinstance(part, DistributedDataParallel) and part.process_group.size() >= _MIN_RANKS:
+                yield without_wrapper(place), part

@@ -342,7 +342,7 @@ class PooledLookup(nn.Module):
         self.require_idle()
         if any(not rows.is_closed for rows in self._exports):
             raise StateError(
-                f"rank {self._rank} of {self._world_size} still writes a snapshot of the rows, which cannot be replaced "
+                f"rank {self._rank} of {self._world_size} still writes a snapshot of its rows; they cannot be replaced "
                 "meanwhile. Let the Checkpointer finish first (close(), or the end of its with block), or read "
                 "export_rows() to its end."
             )
