@@ -155,7 +155,8 @@ class Saving:
         committed = [module.lookup.log.num_batches for module in self._collections.values()]
         self._step = max(committed) if pipeline is None else pipeline.batches_committed
         self._rank, name = ranks.rank, ""
-        self._gradient_order = gradient_order(model)
+        with ranks.together():
+            self._gradient_order = gradient_order(model)
         with ranks.together():
             if self._rank == 0:
                 name = self._open()

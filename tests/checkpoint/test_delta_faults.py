@@ -23,6 +23,7 @@ from tests.distributed.pipelines import all_batches, mine
 from tests.ranks import RankPools
 
 OF_BOTH: dict[str, tuple[Any, str, int]] = {
+    "orders": (saving, "gradient_order", -1),
     "copies": (contents, "copy_of", -1),
     "lists": (ShardGroup, "export_begin", -1),
     "small files": (saving, "write_file", -1),
