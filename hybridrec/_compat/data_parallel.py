@@ -26,7 +26,15 @@ _OF_MODULE = {
     "_build_debug_param_to_name_mapping": ("parameters",),
 }
 """Method -> the parameters that it is given."""
-_OF_INSTANCE = ("_comm_hooks", "_has_rebuilt_buckets", "_module_parameters", "_use_python_reducer", "logger")
+_OF_INSTANCE = (
+    "_comm_hooks",
+    "_get_ddp_logging_data",
+    "_has_rebuilt_buckets",
+    "_module_parameters",
+    "_use_python_reducer",
+    "logger",
+    "mixed_precision",
+)
 _OF_REDUCER = (
     "_check_reducer_finalized",
     "_get_zeros_like_grad_buckets",

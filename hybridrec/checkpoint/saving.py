@@ -179,9 +179,14 @@ class Saving:
 
     def start(self) -> None:
         """Write this rank's part on a thread of its own, which stands back where training needs all cores."""
+        thread = threading.Thread(target=self._write_in_background, name="hybridrec-save", daemon=True)
         self._is_writing = True
-        self._thread = threading.Thread(target=self._write_in_background, name="hybridrec-save", daemon=True)
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads
+            self._is_writing = False
+            raise
+        self._thread = thread
 
     @property
     def is_written(self) -> bool:
