@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.jitter import delays
-from tests.ranks import RankKind, RankPool, RankPools
+from tests.ranks import RankKind, RankPool, RankPools, end_old_pools
 from tools.status_matrix import VERSIONS_OF
 
 MAX_WORLD_SIZE = 4
@@ -50,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """After a test and its fixtures."""
+    end_old_pools()
 
 
 def _is_device_available(device_type: str) -> bool:

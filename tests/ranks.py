@@ -16,7 +16,8 @@ What a test may rely on:
 
 - A result or an exception comes back from every rank, or the job is stopped by the watchdog: `run` never hangs.
 - After a job that failed, the ranks are replaced, so that no half-finished collective reaches the next job.
-- After a job that succeeded, the same processes serve the next one.
+- After a job that succeeded, the same processes serve the next one of the same test. Between tests those that served
+  many jobs are replaced (`end_old_pools`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +61,9 @@ GRACE_SECONDS = 5.0
 """How long the other ranks may go on once one has failed: long enough to fail by themselves, where they do."""
 DYING_SECONDS = 60.0
 """How long the system may take until a rank that closed its pipe has an exit code."""
+MAX_JOBS = 50
+"""After how many jobs ranks are replaced. torch keeps the groups of all jobs, and each has threads of gloo that look around
+a hundred times a second: after some hundreds of jobs they take more of the processor than the tests do."""
 STACKS_SECONDS = 10.0
 """How long a rank that hangs may take to write where."""
 
@@ -122,6 +127,9 @@ class RankPool:
         self._store: TCPStore | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._dying: set[int] = set()
+        self.num_jobs = 0
+        """Of the ranks that there are."""
+        _pools.add(self)
 
     def run(self, fn: Callable[..., Any], *args: Any, watchdog: float = WATCHDOG_SECONDS, **kwargs: Any) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank and wait for all of them.
@@ -142,6 +150,7 @@ class RankPool:
         payload = pickle.dumps((fn, args, kwargs))
         if not self._ranks:
             self._start()
+        self.num_jobs += 1
         outcomes = self._exchange(payload, watchdog)
         self._check(outcomes, watchdog, fn.__qualname__)
         # A collective that some rank left out then is this job's fault, not the next one's.
@@ -172,7 +181,7 @@ class RankPool:
             rank.process.join()
             rank.connection.close()
             rank.process.close()
-        self._ranks = []
+        self._ranks, self.num_jobs = [], 0
         self._dying.clear()
         self._store = None
         if self._directory is not None:
@@ -250,6 +259,16 @@ class RankPool:
             before, stacks = stacks, rank.stacks.read_text() if rank.stacks.exists() else ""
             is_written = stacks != "" and stacks == before
         return f"it hangs here\n{stacks}" if stacks else "it hangs, before it could say where"
+
+
+_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+
+
+def end_old_pools() -> None:
+    """Between two tests: end ranks that served many jobs; the next job starts others."""
+    for pool in list(_pools):
+        if pool.num_jobs >= MAX_JOBS:
+            pool.close()
 
 
 class RankPools(Mapping[int, RankPool]):

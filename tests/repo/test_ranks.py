@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import ranks
 from tests.ranks import RankFailure, RankPool, RankTimeout
 
 
@@ -83,6 +84,17 @@ def test_results_come_in_rank_order_and_the_same_processes_serve(pool: RankPool)
     assert pool.run(random_number) == pool.run(random_number)  # every job starts from the same seed
     pool.close()
     assert pool.pids() == [] and not any(is_alive(pid) for pid in pids)
+
+
+def test_ranks_that_served_many_jobs_are_replaced_between_tests(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "MAX_JOBS", 2)
+    pids = pool.run(process_id)
+    ranks.end_old_pools()
+    assert pool.run(process_id) == pids
+    ranks.end_old_pools()
+    assert pool.pids() == [] and not set(pool.run(process_id)) & set(pids)
 
 
 def test_an_exception_comes_back_and_new_ranks_serve(pool: RankPool) -> None:
