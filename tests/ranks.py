@@ -62,8 +62,8 @@ GRACE_SECONDS = 5.0
 DYING_SECONDS = 60.0
 """How long the system may take until a rank that closed its pipe has an exit code."""
 MAX_JOBS = 50
-"""After how many jobs ranks are replaced. torch keeps the groups of all jobs, and each has threads of gloo that look around
-a hundred times a second: after some hundreds of jobs they take more of the processor than the tests do."""
+"""After how many jobs ranks are replaced. torch keeps the groups of all jobs, and each has a thread of gloo that looks
+around a hundred times a second: after some hundreds of jobs they take more of the processor than the tests do."""
 STACKS_SECONDS = 10.0
 """How long a rank that hangs may take to write where."""
 
